@@ -1,0 +1,104 @@
+"""The key/value cache: one preallocated buffer a layer, where the slot of a token is its position.
+
+transformers' attention modules call `update` and nothing else, so this class works with every version of
+theirs, whatever their own caches look like. Because slot equals position, a rewind only lowers a number, rows of
+unequal length need no padding bookkeeping, and a sliding window is a slice of the same buffer: nothing that a
+rejected draft wrote can be seen again, since a query only ever looks at slots up to its own position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class KVCache:
+    """Keys and values of all layers for a batch of rows.
+
+    Buffers have shape `(batch, kv_head, capacity, head_width)` and are allocated at a layer's first update, on that
+    layer's device and in its dtype. `place` says where the next updates go; `rewind` forgets.
+
+    Args:
+        n_layers: Number of decoder layers.
+        capacity: Slots a row, in tokens; the longest prompt plus budget.
+        batch_size: Rows.
+        windows: Sliding window of each layer in tokens, or None for full attention; empty means all full.
+    """
+
+    def __init__(
+        self, n_layers: int, capacity: int, batch_size: int = 1, windows: Sequence[int | None] | None = None
+    ) -> None:
+        if capacity < 1 or batch_size < 1:
+            raise ValueError(f"cache needs capacity and batch_size of at least 1, got {capacity} and {batch_size}")
+        self.n_layers = n_layers
+        self.capacity = capacity
+        self.batch_size = batch_size
+        self.windows: list[int | None] = list(windows) if windows else [None] * n_layers
+        self.lengths = [0] * n_layers  # valid slots of each layer, aligned rows only
+        self.keys: list[torch.Tensor | None] = [None] * n_layers
+        self.values: list[torch.Tensor | None] = [None] * n_layers
+        self._start = 0
+        self._slots: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None
+        self._extent = 0
+
+    def place(self, start: int) -> None:
+        """Send the next updates of every layer to slots `start, start + 1, ...` of all rows."""
+        self._start, self._slots, self._rows = start, None, None
+
+    def place_ragged(self, slots: torch.Tensor, rows: torch.Tensor, extent: int) -> None:
+        """Send the next updates to per-row slots.
+
+        Args:
+            slots: Positions of the tokens, `(row, token)`.
+            rows: Which rows of the batch take part, `(row,)`.
+            extent: Number of leading slots that attention gets to see; at least the largest slot plus one.
+        """
+        self._slots, self._rows, self._extent = slots, rows, extent
+
+    def rewind(self, length: int) -> None:
+        """Forget every slot from `length` on, in every layer."""
+        if length < 0:
+            raise ValueError(f"cannot rewind to {length} tokens")
+        self.lengths = [min(n, length) for n in self.lengths]
+
+    def first_slot(self, layer: int, start: int) -> int:
+        """First slot that a query at position `start` may look at in this layer."""
+        window = self.windows[layer]
+        return 0 if window is None else max(0, start - window + 1)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values `(row, kv_head, token, head_width)`; return what attention may look at.
+
+        The signature is the one that transformers' attention calls; further arguments of theirs are not needed.
+        """
+        keys, values = self._buffers(layer_idx, key_states, value_states)
+        if self._slots is not None and self._rows is not None:
+            rows, slots = self._rows.to(keys.device), self._slots.to(keys.device)
+            keys[rows[:, None], :, slots] = key_states.transpose(1, 2)
+            values[rows[:, None], :, slots] = value_states.transpose(1, 2)
+            return keys[rows, :, : self._extent], values[rows, :, : self._extent]
+        start, end = self._start, self._start + key_states.shape[2]
+        assert self.lengths[layer_idx] == start, f"layer {layer_idx} holds {self.lengths[layer_idx]}, not {start}"
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} tokens, {end} were needed")
+        keys[:, :, start:end] = key_states
+        values[:, :, start:end] = value_states
+        self.lengths[layer_idx] = end
+        first = self.first_slot(layer_idx, start)
+        return keys[:, :, first:end], values[:, :, first:end]
+
+    def _buffers(
+        self, layer: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.keys[layer], self.values[layer]
+        if keys is None or values is None:
+            # zeros, not empty: masked slots are multiplied by a weight of 0, and 0 * NaN is NaN
+            shape = (self.batch_size, key_states.shape[1], self.capacity, key_states.shape[3])
+            keys = self.keys[layer] = key_states.new_zeros(shape)
+            shape = (self.batch_size, value_states.shape[1], self.capacity, value_states.shape[3])
+            values = self.values[layer] = value_states.new_zeros(shape)
+        return keys, values
