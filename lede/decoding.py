@@ -1,0 +1,128 @@
+"""The decoding loop: prefill, then rounds of draft and verification until the text ends.
+
+Prefix plans only: each layer sees each position once a round. Layers 1..exit_layer extend their cache while drafting,
+the others while verifying, and the rewind makes all of them forget what was rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lede.drafting import Draft, Drafter
+from lede.features import ConfidenceTrace
+from lede.models import EarlyExitModel
+from lede.policies.base import Policy, PreScanState
+from lede.statistics import Meter, Round
+from lede.verification import Chooser
+
+RECENT_ROUNDS = 8
+"""Rounds that drafted which enter `PreScanState.recent_acceptance`."""
+
+
+class Decoder:
+    """Decodes one sequence.
+
+    Args:
+        model: The model.
+        policy: Who decides; None decodes plainly.
+        chooser: How tokens are taken from logits.
+        eos: Ids that end the text.
+        meter: Where time, rounds and head reads are booked.
+    """
+
+    def __init__(
+        self,
+        model: EarlyExitModel,
+        policy: Policy | None,
+        chooser: Chooser,
+        eos: frozenset[int] = frozenset(),
+        meter: Meter | None = None,
+    ) -> None:
+        self.model = model
+        self.policy = policy
+        self.chooser = chooser
+        self.eos = eos
+        self.meter = meter or Meter()
+        self._since_draft = 0
+        self._recent: list[tuple[int, int]] = []  # (drafted, accepted) of the last rounds that drafted
+
+    drafter_class = Drafter
+
+    @torch.inference_mode()
+    def decode(self, prompt: Sequence[int], max_new_tokens: int) -> Iterator[tuple[int, ...]]:
+        """Yield the tokens of the prefill and then of every round, `max_new_tokens` at most in all.
+
+        The sequence ends with an id of `eos`, or at the budget.
+        """
+        ids = list(prompt)
+        budget = len(ids) + max_new_tokens
+        self.cache = self.model.new_cache(budget)
+        self.meter.enter("prefill")
+        block = self.model.block(self.cache, 0, len(ids))
+        hidden = self.model.embed(torch.tensor([ids], device=self.model.device), block)
+        logits = self.model.head(self.model.run_layers(hidden, 0, self.model.n_layers, block)[:, -1:])[0, -1]
+        first, _ = self.chooser.choose(logits, ids)
+        drafter = None
+        if self.policy is not None:
+            anchored = self.policy.uses_trace
+            trace = ConfidenceTrace(surprisal(logits), self.policy.trace_window) if anchored else None
+            drafter = self.drafter_class(self.model, self.policy, self.chooser, self.eos, self.meter, trace)
+        ids.append(first)
+        self.meter.enter("other")
+        yield (first,)
+        while len(ids) < budget and ids[-1] not in self.eos:
+            done = self._round(ids, budget - len(ids), drafter)
+            self.meter.rounds.append(done)
+            ids.extend(done.tokens)
+            self.cache.rewind(len(ids) - 1)
+            self.meter.enter("other")
+            yield done.tokens
+
+    def _round(self, ids: list[int], remaining: int, drafter: Drafter | None) -> Round:
+        """One round after `ids`; commits at most `remaining` tokens."""
+        cap = 0 if drafter is None else min(drafter.policy.config.max_draft, remaining - 1)
+        if drafter is not None and cap > 0:
+            self.meter.enter("policy")
+            trace = drafter.trace.value() if drafter.trace is not None else 0.0
+            state = PreScanState(trace, self._acceptance(), self._since_draft, remaining, len(ids))
+            choice = drafter.policy.pre_scan(state)
+            self.meter.enter("draft")
+            draft = drafter.draft(ids, choice, cap, self.cache)
+        else:
+            self.meter.enter("verify")
+            block = self.model.block(self.cache, len(ids) - 1, 1)
+            draft = Draft(0, [self.model.embed(torch.tensor([[ids[-1]]], device=self.model.device), block)])
+        self.meter.enter("verify")
+        return self._verify(ids, draft, drafter.trace if drafter is not None else None)
+
+    def _verify(self, ids: list[int], draft: Draft, trace: ConfidenceTrace | None) -> Round:
+        """Run the remaining layers over the draft's states and accept; also a plain pass, where nothing was drafted."""
+        hidden = draft.states[0] if len(draft.states) == 1 else torch.cat(draft.states, dim=1)
+        block = self.model.block(self.cache, len(ids) - 1, hidden.shape[1])
+        logits = self.model.head(self.model.run_layers(hidden, draft.exit_layer, self.model.n_layers, block))[0]
+        accepted, following = self.chooser.verify(logits, draft.tokens, draft.distributions, ids)
+        tokens = [*draft.tokens[:accepted], *([] if following is None else [following])]
+        drafted = len(draft.tokens)
+        if trace is not None:
+            if accepted < drafted:
+                trace.drop(drafted - accepted - 1)  # the first rejected position was left at its exit layer: it stays
+            elif following is not None:
+                trace.push(surprisal(logits[accepted]))
+        if drafted:
+            self._since_draft = 0
+            self._recent = [*self._recent, (drafted, accepted)][-RECENT_ROUNDS:]
+        else:
+            self._since_draft += 1
+        return Round(tuple(tokens), drafted, accepted, draft.exit_layer if drafted else None)
+
+    def _acceptance(self) -> float | None:
+        drafted = sum(d for d, _ in self._recent)
+        return sum(a for _, a in self._recent) / drafted if drafted else None
+
+
+def surprisal(logits: torch.Tensor) -> float:
+    """-log probability of the likeliest token of raw logits `(vocabulary,)`, in nats."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return float(torch.logsumexp(wide, dim=-1) - wide.max())

@@ -1,0 +1,53 @@
+"""Where two greedy texts part, and whether the plain run was sure of its token there.
+
+Verifying a block and decoding one token use different kernels, so a near-tie may fall either way in float32 and below;
+the text differs from there on. A divergence at a margin above the dtype's noise is a failure of lede.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lede.models import EarlyExitModel
+
+NOISE = {torch.float64: 0.0, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Top-2 margin of the plain run, as a share of its largest logit, below which a token may fall either way."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first difference of two texts."""
+
+    position: int
+    """Index of the first new token that differs."""
+    margin: float
+    """Top-2 margin of the plain run there, as a share of its largest logit."""
+    tie: bool
+    """Whether the margin is within the noise of the model's dtype."""
+
+
+def compare(
+    model: EarlyExitModel, prompt: Sequence[int], found: Sequence[int], wanted: Sequence[int]
+) -> Divergence | None:
+    """Compare new tokens with those of plain decoding; None when they are equal.
+
+    Args:
+        model: The model, asked for its margin at the first difference.
+        prompt: Token ids before them.
+        found: New tokens of some decoding.
+        wanted: New tokens of plain greedy decoding.
+    """
+    if list(found) == list(wanted):
+        return None
+    shorter = min(len(found), len(wanted))
+    position = next((i for i in range(shorter) if found[i] != wanted[i]), shorter)
+    with torch.inference_mode():
+        ids = torch.tensor([[*prompt, *wanted[:position]]], device=model.device)
+        logits = model.hf_model(ids).logits[0, -1].double()
+    best, second = logits.topk(2).values.tolist()
+    margin = (best - second) / float(logits.abs().max())
+    # one text being a prefix of the other is no matter of rounding
+    return Divergence(position, margin, position < shorter and margin < NOISE.get(model.dtype, 0.0))

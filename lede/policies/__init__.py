@@ -1,0 +1,70 @@
+"""Policies: who decides when to exit. One file a policy, one protocol (`lede.policies.base`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lede.policies.base import ExitAt, LayerState, Policy, PolicyConfig, PreScan, PreScanState
+from lede.policies.learned import LearnedConfig, LearnedPolicy
+from lede.policies.random import RandomConfig, RandomPolicy
+from lede.policies.settings import settings_from_text
+from lede.policies.static import StaticConfig, StaticPolicy
+from lede.policies.threshold import ThresholdConfig, ThresholdPolicy
+
+__all__ = [
+    "POLICIES",
+    "ExitAt",
+    "LayerState",
+    "LearnedConfig",
+    "LearnedPolicy",
+    "Policy",
+    "PolicyConfig",
+    "PreScan",
+    "PreScanState",
+    "RandomConfig",
+    "RandomPolicy",
+    "StaticConfig",
+    "StaticPolicy",
+    "ThresholdConfig",
+    "ThresholdPolicy",
+    "parse_policy",
+]
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.kind: policy for policy in (StaticPolicy, ThresholdPolicy, RandomPolicy, LearnedPolicy)
+}
+"""Every policy by its kind."""
+
+
+def parse_policy(text: str) -> Policy | None:
+    """The policy that a command line names.
+
+    Args:
+        text: A folder of `save_pretrained`, or `NAME`, or `NAME:key=value;key=value` with keys of the policy's config.
+            A name goes before a folder of that name; write `./static` for the folder. "plain" is decoding without a
+            policy.
+
+    Returns:
+        The policy; None for "plain".
+
+    Raises:
+        ValueError: It is neither a name nor a folder, a setting is unusable, or the folder holds no sound policy.
+    """
+    name, _, settings = text.partition(":")
+    if name == "plain":
+        if settings:
+            raise ValueError(f"plain decoding has no settings, got '{settings}'")
+        return None
+    if name == LearnedPolicy.kind:
+        raise ValueError("a learned policy has weights; give the folder that it was saved to instead of its name")
+    if name in POLICIES:
+        try:
+            return POLICIES[name](settings_from_text(POLICIES[name].config_class, settings))
+        except ValueError as error:
+            raise ValueError(f"policy '{name}': {error}") from None
+    if text and Path(text).is_dir():
+        from lede.checkpoint import load_policy
+
+        return load_policy(text)
+    names = ["plain", *(kind for kind in POLICIES if kind != LearnedPolicy.kind)]
+    raise ValueError(f"policy '{text}' is neither a folder nor one of {', '.join(names)}")

@@ -1,0 +1,207 @@
+"""The protocol of a policy: three stages, state in, decision out.
+
+A round asks `pre_scan` once, `scan` at each candidate layer until one exits, then `draft` for every further drafted
+position. No state carries the sampled token of its own position, nor a match that verification has not yet told, so
+a policy of this type cannot break the law of sampling (see `lede.verification`).
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from lede.features import FeatureConfig, parse_candidates
+
+if TYPE_CHECKING:
+    from lede.models import EarlyExitModel
+
+
+class PreScan(enum.Enum):
+    """What to do before any head read, other than drafting blind."""
+
+    SKIP = "skip"
+    """Plain pass, no draft."""
+    SCAN = "scan"
+    """Look at the candidates."""
+
+
+@dataclass(frozen=True)
+class ExitAt:
+    """A draft plan: layers 1..exit_layer draft, all layers verify."""
+
+    exit_layer: int
+    """Layers that a drafted token goes through."""
+
+
+@dataclass(frozen=True)
+class PreScanState:
+    """What is known before a round, all of it verified."""
+
+    trace: float
+    """Confidence trace, in nats."""
+    recent_acceptance: float | None
+    """Accepted over drafted tokens of the last rounds that drafted; None before the first."""
+    rounds_since_draft: int
+    """Rounds since one drafted."""
+    remaining: int
+    """Tokens left in the budget."""
+    n_tokens: int
+    """Tokens so far, prompt included."""
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What a policy sees at a layer, in the scan and in the draft."""
+
+    layer: int
+    """Layers that the position went through."""
+    n_drafted: int
+    """Tokens drafted before this position in this round; 0 in the scan."""
+    observation: npt.NDArray[np.float32]
+    """The policy's features, `(feature,)`; empty when it asks for none."""
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Settings that every policy has; a policy's own come on top."""
+
+    candidates: tuple[int, ...] | None = None
+    """Candidate layers, ascending; None for the default of the model it is bound to."""
+    max_draft: int = 12
+    """Most tokens drafted in a round."""
+    trained_temperature: float | None = None
+    """Temperature of the data that the policy was fitted on; None when it was not fitted."""
+
+    def __post_init__(self) -> None:
+        if self.max_draft < 1:
+            raise ValueError(f"max_draft must be at least 1, got {self.max_draft}")
+
+
+class Policy(ABC):
+    """Base class of all policies.
+
+    Class attributes:
+        kind: The name in `NAME:key=value` and in config.json.
+        config_class: The frozen dataclass of its settings.
+    """
+
+    kind: ClassVar[str]
+    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+
+    def __init__(self, config: PolicyConfig | None = None, **settings: Any) -> None:
+        self.config = config if config is not None else self.config_class()
+        if settings:
+            self.config = replace(self.config, **settings)
+        self.fingerprint: dict[str, Any] | None = None  # of the base model; None while unbound
+
+    @property
+    def features(self) -> FeatureConfig | None:
+        """The observation that `scan` and `draft` get; None when they look at none (no head read for it)."""
+        return None
+
+    @property
+    def uses_trace(self) -> bool:
+        """Whether the confidence trace is wanted, in the observation or in `pre_scan`; it costs a read of layer L."""
+        return self.features is not None and "trace" in self.features.names
+
+    @property
+    def trace_window(self) -> int:
+        """Positions that enter the confidence trace."""
+        return self.features.window if self.features is not None else FeatureConfig().window
+
+    @property
+    def bound(self) -> bool:
+        """Whether the policy belongs to one model."""
+        return self.fingerprint is not None
+
+    def candidates_for(self, n_layers: int) -> tuple[int, ...]:
+        """Candidate layers on a model of `n_layers` layers.
+
+        Raises:
+            ValueError: A candidate is outside 1..L-1.
+        """
+        return parse_candidates(self.config.candidates, n_layers)
+
+    def check_model(self, model: EarlyExitModel) -> None:
+        """Raise ValueError when the policy can't run on this model; called before any decoding."""
+        self.candidates_for(model.n_layers)
+
+    def check_temperature(self, temperature: float) -> None:
+        """Warn when decoding at another temperature than the policy was fitted at: still exact, perhaps slower."""
+        trained = self.config.trained_temperature
+        if trained is not None and trained != temperature:
+            warnings.warn(
+                f"the policy was fitted at temperature {trained} and decodes at {temperature}; the text is exact, but "
+                "the decisions may be poor",
+                stacklevel=3,
+            )
+
+    def bind(self, model: EarlyExitModel) -> Self:
+        """A copy of this policy that belongs to the model: its candidates made explicit, its fingerprint recorded."""
+        from copy import deepcopy
+
+        from lede.checkpoint import fingerprint
+
+        self.check_model(model)
+        other = deepcopy(self)
+        other.config = replace(self.config, candidates=self.candidates_for(model.n_layers))
+        other.fingerprint = fingerprint(model)
+        return other
+
+    def reset(self) -> None:  # noqa: B027  nothing to forget is the common case
+        """Forget everything learned or drawn while decoding. Most policies keep nothing."""
+
+    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
+        """Decide before any head read: skip, scan, or draft blind from a plan. The paper always scans."""
+        return PreScan.SCAN
+
+    @abstractmethod
+    def scan(self, state: LayerState) -> bool:
+        """Whether to exit at this candidate; False goes on to the next."""
+
+    @abstractmethod
+    def draft(self, state: LayerState) -> bool:
+        """Whether to draft one more token at the exit layer; False stops the draft."""
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write config.json, model.safetensors and a card; see `lede.checkpoint.save_policy`."""
+        from lede.checkpoint import save_policy
+
+        save_policy(self, folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: str) -> Self:
+        """Load a policy of this class from a folder.
+
+        Raises:
+            ValueError: The folder holds no policy, or one of another kind.
+        """
+        from lede.checkpoint import load_policy
+
+        policy = load_policy(folder)
+        if not isinstance(policy, cls):
+            raise ValueError(f"{folder} holds a '{policy.kind}' policy, not '{cls.kind}'")
+        return policy
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Weights that go into model.safetensors; none for most policies."""
+        return {}
+
+    def load_tensors(self, tensors: dict[str, npt.NDArray[Any]]) -> None:
+        """Take the weights back from model.safetensors.
+
+        Raises:
+            ValueError: They are not this policy's.
+        """
+        if tensors:
+            raise ValueError(f"a {self.kind} policy has no tensors, got {', '.join(sorted(tensors))}")
+
+    def __repr__(self) -> str:
+        """The policy as its settings."""
+        return f"{type(self).__name__}({self.config})"

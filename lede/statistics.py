@@ -1,0 +1,129 @@
+"""What decoding did and where its time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SECTIONS = ("prefill", "draft", "inspect", "policy", "verify", "other")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round: pre-scan, scan, draft burst, verification. The prefill is no round."""
+
+    tokens: tuple[int, ...]
+    """Tokens committed: the accepted ones and, unless a drafted end of sequence was accepted, one more."""
+    drafted: int
+    """Tokens drafted."""
+    accepted: int
+    """Drafted tokens that verification kept; the correction or bonus token is not counted."""
+    exit_layer: int | None
+    """Layers that drafted; None when the round was a plain pass."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Wall-clock seconds by what they were spent on; they add up to the whole call.
+
+    On an accelerator, work is booked where the host waits for it.
+    """
+
+    prefill: float
+    """The prompt through all layers, and the first token."""
+    draft: float
+    """Layers, head reads and draws of drafted tokens, and the layers of a scan."""
+    inspect: float
+    """Head reads of a scan, and features."""
+    policy: float
+    """Decisions."""
+    verify: float
+    """Remaining layers, final head and acceptance; plain passes too."""
+    other: float
+    """Bookkeeping and streaming."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.prefill + self.draft + self.inspect + self.policy + self.verify + self.other
+
+
+@dataclass(frozen=True)
+class DecodingStats:
+    """Counts and times of one call; rates are None where nothing was counted."""
+
+    tokens: int
+    """New tokens: 1 + tokens committed over rounds."""
+    seconds: Seconds
+    """Where the time went."""
+    tokens_per_second: float | None
+    """Tokens after the first over seconds after the prefill."""
+    rounds: int
+    """Rounds after the prefill."""
+    drafted: int
+    """Drafted tokens."""
+    accepted: int
+    """Drafted tokens that verification kept."""
+    acceptance_rate: float | None
+    """accepted / drafted."""
+    mean_accepted_length: float | None
+    """accepted / rounds; neither correction nor bonus counts."""
+    mean_draft_length: float | None
+    """drafted / rounds that drafted."""
+    mean_exit_layer: float | None
+    """Mean over drafted tokens of the layer that drafted them."""
+    full_passes: int
+    """Passes that reached the last layer, verifications included, prefill apart."""
+    head_reads: int
+    """Logits read below the last layer, one a position."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+
+@dataclass
+class Meter:
+    """Counts rounds and splits time while decoding; `enter` names what the time from now on is spent on."""
+
+    head_reads: int = 0
+    rounds: list[Round] = field(default_factory=list)
+    _spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
+    _section: str = "other"
+    _since: float = field(default_factory=time.perf_counter)
+
+    def enter(self, section: str) -> None:
+        """Book the time since the last call and start the next section."""
+        now = time.perf_counter()
+        self._spent[self._section] += now - self._since
+        self._section, self._since = section, now
+
+    def stats(self) -> DecodingStats:
+        """The record so far."""
+        self.enter(self._section)
+        return summarize(self.rounds, Seconds(**self._spent), self.head_reads)
+
+
+def summarize(rounds: Sequence[Round], seconds: Seconds, head_reads: int, n_sequences: int = 1) -> DecodingStats:
+    """Statistics of rounds; pass all rounds of several sequences for pooled figures."""
+    drafting = [r for r in rounds if r.drafted]
+    drafted = sum(r.drafted for r in drafting)
+    accepted = sum(r.accepted for r in drafting)
+    committed = sum(len(r.tokens) for r in rounds)
+    decoding = seconds.total - seconds.prefill
+    return DecodingStats(
+        tokens=n_sequences + committed,
+        seconds=seconds,
+        tokens_per_second=committed / decoding if committed and decoding > 0 else None,
+        rounds=len(rounds),
+        drafted=drafted,
+        accepted=accepted,
+        acceptance_rate=accepted / drafted if drafted else None,
+        mean_accepted_length=accepted / len(rounds) if rounds else None,
+        mean_draft_length=drafted / len(drafting) if drafting else None,
+        mean_exit_layer=sum(r.drafted * (r.exit_layer or 0) for r in drafting) / drafted if drafted else None,
+        full_passes=len(rounds),
+        head_reads=head_reads,
+    )

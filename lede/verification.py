@@ -1,0 +1,177 @@
+"""Acceptance: which drafted tokens stay, and which token follows them.
+
+Greedy decoding keeps the longest prefix that equals the whole model's choices. Sampling keeps token i with
+probability min(1, p_i / q_i) and on the first rejection draws from the positive part of p_i - q_i, so that the output
+has the whole model's law.
+
+That holds, also when decisions look at distributions, under four conditions:
+
+1. Whether to draft at position i, from which layer, and the warping depend only on what is known before token i is
+   drawn (that may include q_i), never on the drawn token, its acceptance draw, or anything computed from them.
+2. The token is drawn from exactly the q_i that is used in the ratio and in the residual.
+3. A drawn token is always submitted: not dropped, not redrafted from a deeper layer.
+4. p_i is the whole model's distribution on that same prefix under the same warping, with a fresh acceptance draw.
+
+Source: speculative sampling, Leviathan et al. (arXiv 2211.17192), algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+@dataclass(frozen=True)
+class Warp:
+    """How logits become the distribution that tokens are drawn from; greedy at temperature 0."""
+
+    temperature: float = 0.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens; None or 0 keeps all."""
+    top_p: float | None = None
+    """Keep the smallest set of likeliest tokens whose probabilities reach p; None or 1 keeps all."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.greedy and (self.top_k or (self.top_p or 1) < 1):
+            raise ValueError("top_k and top_p only act on sampling; give a temperature above 0 as well")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """The warped distribution `(..., vocabulary)` of raw logits `(..., vocabulary)`, by transformers' warpers.
+
+        Raises:
+            ValueError: The warp is greedy and has no distribution.
+        """
+        if self.greedy:
+            raise ValueError("greedy decoding takes the likeliest token; it has no distribution to draw from")
+        flat = logits.reshape(-1, logits.shape[-1])
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(top_k=min(self.top_k, flat.shape[-1])))
+        if self.top_p is not None and self.top_p < 1:
+            warpers.append(TopPLogitsWarper(top_p=float(self.top_p)))
+        no_prefix = torch.empty((flat.shape[0], 0), dtype=torch.long, device=flat.device)
+        return torch.softmax(warpers(no_prefix, flat), dim=-1).reshape(logits.shape)  # type: ignore[arg-type]
+
+
+class RandomSource(Protocol):
+    """Where sampling takes its luck from."""
+
+    def draw(self, probabilities: torch.Tensor) -> int:
+        """A token from a distribution `(vocabulary,)`."""
+
+    def accept(self, probability: float) -> bool:
+        """True with this probability."""
+
+
+class TorchSource:
+    """Luck from one torch generator, which nothing else may share."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def draw(self, probabilities: torch.Tensor) -> int:
+        """A token from a distribution `(vocabulary,)`."""
+        return int(torch.multinomial(probabilities, 1, generator=self.generator))
+
+    def accept(self, probability: float) -> bool:
+        """True with this probability."""
+        uniform = torch.rand((), generator=self.generator, device=self.generator.device, dtype=torch.float64)
+        return float(uniform) < probability
+
+
+class Chooser:
+    """Turns logits into tokens, for drafts and for the whole model alike.
+
+    Args:
+        warp: Temperature, top-k and top-p.
+        source: The luck of sampling; not used when greedy.
+        processors: transformers logits processors, called with the tokens before the position.
+    """
+
+    def __init__(self, warp: Warp, source: RandomSource, processors: LogitsProcessorList | None = None) -> None:
+        self.warp = warp
+        self.source = source
+        self.processors = processors if processors else None
+
+    def choose(self, logits: torch.Tensor, prefix: Sequence[int]) -> tuple[int, torch.Tensor | None]:
+        """The next token from raw logits `(vocabulary,)`, and the distribution it was drawn from (None if greedy)."""
+        scores = self._process(logits, prefix)
+        if self.warp.greedy:
+            return int(scores.argmax()), None
+        q = self.warp.probabilities(scores)
+        return self.source.draw(q), q
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        drafted: Sequence[int],
+        distributions: Sequence[torch.Tensor | None],
+        prefix: Sequence[int],
+    ) -> tuple[int, int | None]:
+        """How many drafted tokens stay, and the token after them.
+
+        Args:
+            logits: The whole model's raw logits at the drafted positions and, when there is one, at the position of the
+                bonus token, `(drafted [+ 1], vocabulary)`.
+            drafted: Drafted tokens.
+            distributions: What each was drawn from, `(vocabulary,)`; None entries when greedy.
+            prefix: Tokens before the first drafted one.
+
+        Returns:
+            The number accepted, and the correction or bonus token; None when all were accepted and there is no bonus.
+        """
+        if self.processors is None:
+            scores = logits.float()
+        else:
+            rows = range(logits.shape[0])
+            scores = torch.stack([self._process(logits[i], [*prefix, *drafted[:i]]) for i in rows])
+        if self.warp.greedy:
+            targets = scores.argmax(-1).tolist()
+            accepted = 0
+            while accepted < len(drafted) and drafted[accepted] == targets[accepted]:
+                accepted += 1
+            return accepted, targets[accepted] if accepted < len(targets) else None
+        return self._verify_sampled(self.warp.probabilities(scores), drafted, distributions)
+
+    def _verify_sampled(
+        self, p: torch.Tensor, drafted: Sequence[int], distributions: Sequence[torch.Tensor | None]
+    ) -> tuple[int, int | None]:
+        for i, token in enumerate(drafted):
+            q = distributions[i]
+            assert q is not None
+            if self.source.accept(min(1.0, float(p[i, token] / q[token]))):
+                continue
+            residual = (p[i] - q).clamp_min(0)
+            total = residual.sum()
+            # rejected although p equals q up to rounding: nothing is left over, and p is the right law
+            return i, self.source.draw(residual / total if total > 0 else p[i])
+        bonus = self.source.draw(p[len(drafted)]) if p.shape[0] > len(drafted) else None
+        return len(drafted), bonus
+
+    def _process(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
+        scores = logits.float()  # as transformers does before it chooses, so that ties fall alike
+        if self.processors is None:
+            return scores
+        ids = torch.tensor([list(prefix)], dtype=torch.long, device=scores.device)
+        return self.processors(ids, scores[None].clone())[0]  # type: ignore[arg-type]

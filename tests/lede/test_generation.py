@@ -1,0 +1,250 @@
+"""`generate`: what it takes, refuses and returns; the work it does, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, NoRepeatNGramLogitsProcessor, TextStreamer
+
+import lede
+from lede.generation import generate
+from lede.models import load_model
+from lede.policies import LearnedPolicy, RandomPolicy, StaticPolicy
+from tests.tiny_models import N_LAYERS, plain_generate, prompt, tiny_hf_model, tiny_model
+
+IDS = prompt(0, 7)
+
+
+def test_sequences_are_as_transformers_returns_them() -> None:
+    model = tiny_model("llama")
+    out = generate(model, input_ids=torch.tensor([IDS]), max_new_tokens=5)
+    assert out.sequences.shape == (1, len(IDS) + 5)
+    assert out.sequences.dtype == torch.int64
+    assert out.sequences[0, : len(IDS)].tolist() == IDS
+    assert out.text is None
+    assert out.finish_reason == "length"
+
+
+def test_text_and_prompt_through_the_tokenizer() -> None:
+    model = load_model("demo")
+    out = generate(model, "def f(x):\n", policy=StaticPolicy(draft_length=3), max_new_tokens=12)
+    assert out.text is not None
+    ids = model.tokenizer("def f(x):\n")["input_ids"]
+    assert out.sequences[0, : len(ids)].tolist() == ids
+    assert model.tokenizer.decode(out.sequences[0, len(ids) :], skip_special_tokens=True) == out.text
+
+
+def test_one_token_budget_has_no_rates() -> None:
+    """Nothing is drafted, and nothing is divided by zero."""
+    stats = generate(tiny_model("llama"), input_ids=IDS, policy=RandomPolicy(seed=0), max_new_tokens=1).stats
+    assert (stats.tokens, stats.rounds, stats.drafted) == (1, 0, 0)
+    assert stats.acceptance_rate is None
+    assert stats.tokens_per_second is None
+
+
+def test_stats_add_up() -> None:
+    out = generate(tiny_model("llama"), input_ids=IDS, policy=RandomPolicy(seed=3), max_new_tokens=50)
+    stats, rounds = out.stats, out.rounds
+    assert stats.rounds == stats.full_passes == len(rounds)
+    assert stats.drafted == sum(r.drafted for r in rounds)
+    assert stats.accepted == sum(r.accepted for r in rounds)
+    assert stats.acceptance_rate == stats.accepted / stats.drafted
+    assert stats.mean_accepted_length == stats.accepted / stats.rounds
+    assert stats.mean_draft_length == stats.drafted / sum(r.drafted > 0 for r in rounds)
+    layers = [r.exit_layer for r in rounds for _ in range(r.drafted)]
+    assert stats.mean_exit_layer == pytest.approx(sum(layers) / len(layers))  # type: ignore[arg-type]
+    assert stats.head_reads >= stats.drafted
+    assert set(stats.to_dict()["seconds"]) == {"prefill", "draft", "inspect", "policy", "verify", "other"}
+    assert all(value >= 0 for value in stats.to_dict()["seconds"].values())
+
+
+def count_positions(model: Any) -> tuple[list[Counter[int]], Callable[[], None]]:
+    """Which positions went through each layer, and a call that stops counting."""
+    seen: list[Counter[int]] = [Counter() for _ in range(model.n_layers)]
+    handles = []
+    for layer, module in enumerate(model.hf_model.model.layers):
+
+        def hook(_: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
+            seen[layer].update(kwargs["position_ids"][0].tolist())
+
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def stop() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return seen, stop
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: StaticPolicy(exit_layer=2, draft_length=4), lambda: RandomPolicy(seed=1)], ids=["static", "random"]
+)
+def test_each_layer_sees_each_position_once_a_round(make: Callable[[], Any]) -> None:
+    """The draft's work is used by verification: prompt once, drafted and corrections once, nothing redone."""
+    model = load_model((tiny_hf_model("llama"), None))
+    seen, stop = count_positions(model)
+    out = generate(model, input_ids=IDS, policy=make(), max_new_tokens=40)
+    stop()
+    # a round runs its newest token, and its drafted ones as far as they were run: rejected positions come again later
+    start = len(IDS)
+    wanted: list[Counter[int]] = [Counter(range(start)) for _ in range(N_LAYERS)]
+    for r in out.rounds:
+        rows = 1 + r.drafted
+        for layer in range(N_LAYERS):
+            wanted[layer].update(range(start, start + rows))
+        start += len(r.tokens)
+    assert seen == wanted
+
+
+def test_first_layer_counts_beat_early_exit_that_redoes_its_draft() -> None:
+    """Prompt + drafted + corrections in layer 1, as few in the last."""
+    model = load_model((tiny_hf_model("llama"), None))
+    seen, stop = count_positions(model)
+    out = generate(
+        model, input_ids=prompt(0, 100), policy=StaticPolicy(exit_layer=2, draft_length=4), max_new_tokens=20
+    )
+    stop()
+    assert sum(seen[0].values()) == 100 + out.stats.rounds + out.stats.drafted
+    assert sum(seen[-1].values()) == sum(seen[0].values())
+
+
+def test_logits_processors_apply_to_draft_and_model() -> None:
+    model = tiny_model("llama")
+    processors = LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)])
+    wanted = plain_generate(model, IDS, 40, no_repeat_ngram_size=2)
+    assert wanted != plain_generate(model, IDS, 40)
+    for policy in (None, StaticPolicy(exit_layer=3, draft_length=4), RandomPolicy(seed=0)):
+        out = generate(model, input_ids=IDS, policy=policy, logits_processor=processors, max_new_tokens=40)
+        assert out.sequences[0, len(IDS) :].tolist() == wanted
+
+
+def test_sampling_is_seeded_and_streams_differ() -> None:
+    model = tiny_model("llama")
+
+    def draw(**settings: Any) -> list[int]:
+        policy = StaticPolicy(exit_layer=3, draft_length=3)
+        out = generate(model, input_ids=IDS, policy=policy, max_new_tokens=20, temperature=1.0, **settings)
+        return out.sequences[0].tolist()
+
+    assert draw(seed=1) == draw(seed=1)
+    assert draw(seed=1) != draw(seed=2)
+    assert draw(seed=1, stream=1) != draw(seed=1)
+
+
+def test_generation_config_is_understood() -> None:
+    model = tiny_model("llama")
+    wanted = plain_generate(model, IDS, 9)
+    out = generate(model, input_ids=IDS, generation_config=GenerationConfig(max_new_tokens=9))
+    assert out.sequences[0, len(IDS) :].tolist() == wanted
+    sampled = GenerationConfig(max_new_tokens=9, do_sample=True, temperature=0.7, top_k=5)
+    out = generate(model, input_ids=IDS, generation_config=sampled, seed=4)
+    again = generate(model, input_ids=IDS, max_new_tokens=9, temperature=0.7, top_k=5, seed=4)
+    assert torch.equal(out.sequences, again.sequences)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either a prompt or input_ids"),
+        ({"prompt": "x"}, "no tokenizer"),
+        ({"input_ids": []}, "at least one token"),
+        ({"input_ids": [[1, 2], [3, 4]]}, r"one sequence.*\(2, 2\)"),
+        ({"input_ids": [1, 1000]}, "the vocabulary has 128"),
+        ({"input_ids": [1], "max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"input_ids": [1], "max_new_tokens": 256}, "the prompt has 1 tokens and the budget is 256.*256 positions"),
+        ({"input_ids": [1], "temperature": -1}, "temperature must be"),
+        ({"input_ids": [1], "top_p": 0.5}, "give a temperature"),
+        ({"input_ids": [1], "temperature": 1, "top_p": 1.5}, "top_p must be"),
+        ({"input_ids": [1], "beams": 4}, "does not know beams"),
+        ({"input_ids": [1], "policy": StaticPolicy(exit_layer=6, draft_length=1)}, r"outside 1\.\.5"),
+        ({"input_ids": [1], "generation_config": GenerationConfig(num_beams=4)}, "sets num_beams"),
+        ({"input_ids": [1], "generation_config": GenerationConfig(repetition_penalty=1.2)}, "sets repetition_penalty"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_work(arguments: dict[str, Any], message: str) -> None:
+    hf_model = tiny_hf_model("llama")
+    hf_model.model.layers[0].register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
+    with pytest.raises(ValueError, match=message):
+        generate(load_model((hf_model, None)), **arguments)
+
+
+def test_penalties_of_the_models_own_config_are_ignored_aloud() -> None:
+    hf_model = tiny_hf_model("llama")
+    hf_model.generation_config.repetition_penalty = 1.3
+    with pytest.warns(UserWarning, match=r"repetition_penalty=1\.3"):
+        out = generate(load_model((hf_model, None)), input_ids=IDS, max_new_tokens=6)
+    assert out.sequences[0, len(IDS) :].tolist() == plain_generate(tiny_model("llama"), IDS, 6)
+
+
+def test_policy_of_another_model_is_refused() -> None:
+    bound = StaticPolicy(exit_layer=2, draft_length=2).bind(tiny_model("llama"))
+    generate(tiny_model("llama"), input_ids=IDS, policy=bound, max_new_tokens=3)
+    with pytest.raises(ValueError, match="belongs to model"):
+        generate(tiny_model("qwen3"), input_ids=IDS, policy=bound, max_new_tokens=3)
+
+
+def test_another_temperature_than_the_policys_warns() -> None:
+    policy = StaticPolicy(exit_layer=2, draft_length=2, trained_temperature=0.6)
+    with pytest.warns(UserWarning, match=r"fitted at temperature 0\.6 and decodes at 0"):
+        generate(tiny_model("llama"), input_ids=IDS, policy=policy, max_new_tokens=3)
+
+
+def test_failing_policy_leaves_the_model_as_it_was() -> None:
+    class Broken(StaticPolicy):
+        def draft(self, state: Any) -> bool:
+            raise RuntimeError("broken")
+
+    model = tiny_model("llama")
+    wanted = plain_generate(model, IDS, 12)
+    with pytest.raises(RuntimeError, match="broken"):
+        generate(model, input_ids=IDS, policy=Broken(exit_layer=2, draft_length=3), max_new_tokens=12)
+    assert plain_generate(model, IDS, 12) == wanted
+    assert generate(model, input_ids=IDS, max_new_tokens=12).sequences[0, len(IDS) :].tolist() == wanted
+
+
+class Recorder:
+    """A streamer that remembers."""
+
+    def __init__(self) -> None:
+        self.values: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_streaming_gives_the_prompt_then_each_round() -> None:
+    recorder = Recorder()
+    policy = StaticPolicy(exit_layer=3, draft_length=3)
+    out = generate(tiny_model("llama"), input_ids=IDS, policy=policy, max_new_tokens=20, streamer=recorder)
+    assert recorder.ended
+    assert recorder.values[0] == IDS
+    assert [len(v) for v in recorder.values[1:]] == [1, *(len(r.tokens) for r in out.rounds)]
+    assert [t for v in recorder.values for t in v] == out.sequences[0].tolist()
+
+
+def test_terminal_streamer_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    model = load_model("demo")
+    streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    out = generate(model, "import os\n", policy=StaticPolicy(), max_new_tokens=16, streamer=streamer)
+    assert capsys.readouterr().out.rstrip("\n") == (out.text or "").rstrip("\n")
+
+
+def test_learned_policy_without_network_is_refused() -> None:
+    with pytest.raises(ValueError, match="network"):
+        generate(tiny_model("llama"), input_ids=IDS, policy=LearnedPolicy(), max_new_tokens=3)
+
+
+def test_public_names() -> None:
+    assert set(lede.__all__) <= set(dir(lede))
+    for name in lede.__all__:
+        assert getattr(lede, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = lede.nothing

@@ -1,0 +1,178 @@
+"""The learned policy: the same function as the network it was made from, and the same decisions."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from lede.features import FeatureConfig
+from lede.generation import generate
+from lede.policies import LayerState, LearnedConfig, LearnedPolicy
+from lede.policies.learned import QNetwork, fold_normalisation
+from tests.tiny_models import plain_generate, prompt, tiny_model
+
+torch.set_num_threads(1)
+
+Layers = list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+
+
+def random_layers(*sizes: int, seed: int = 0) -> Layers:
+    rng = np.random.default_rng(seed)
+    return [
+        (rng.normal(size=(n_out, n_in)) / np.sqrt(n_in), rng.normal(size=n_out) / 4) for n_in, n_out in pairwise(sizes)
+    ]
+
+
+def torch_values(layers: Layers, observations: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same network in torch and float64."""
+    modules: list[torch.nn.Module] = []
+    for weight, bias in layers:
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], dtype=torch.float64)
+        linear.weight.data, linear.bias.data = torch.tensor(weight), torch.tensor(bias)
+        modules += [linear, torch.nn.ReLU()]
+    with torch.no_grad():
+        result: npt.NDArray[Any] = torch.nn.Sequential(*modules[:-1])(torch.tensor(observations)).numpy()
+    return result
+
+
+def decide(policy: LearnedPolicy, observations: npt.NDArray[Any]) -> list[bool]:
+    rows = observations.astype(np.float32)
+    scans = [policy.scan(LayerState(2, 0, row)) for row in rows]
+    assert scans == [policy.draft(LayerState(2, 1, row)) for row in rows]
+    return scans
+
+
+def test_a_worked_network() -> None:
+    """Q(EXIT) = relu(2 - entropy), Q(CONTINUE) = relu(depth - 0.25): exits when the entropy is low enough."""
+    layers = [
+        (np.array([[-1.0, 0.0], [0.0, 1.0]]), np.array([2.0, -0.25])),
+        (np.array([[0.0, 1.0], [1.0, 0.0]]), np.array([0.0, 0.0])),
+    ]
+    policy = LearnedPolicy.from_network(layers, features=FeatureConfig(names=("entropy", "depth")))
+    rows = np.array([[1.0, 0.5], [1.75, 0.5], [1.8, 0.5], [3.0, 0.5], [3.0, 0.1]])
+    # (1.0 > .25), (.25 = .25: a tie continues), (.2 < .25), (0 < .25), (0 = 0: a tie continues)
+    assert decide(policy, rows) == [True, False, False, False, False]
+    assert policy.greedy(rows).tolist() == [1, 0, 0, 0, 0]
+    np.testing.assert_allclose(policy.q_values(rows[0]), [0.25, 1.0])
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (4, 8, 2), (4, 64, 64, 2), (4, 9, 17, 13, 2)])
+def test_decisions_and_values_are_those_of_the_network(sizes: tuple[int, ...]) -> None:
+    layers = random_layers(*sizes)
+    policy = LearnedPolicy.from_network(layers)
+    observations = np.random.default_rng(1).normal(size=(300, 4))
+    values = torch_values(layers, observations)
+    np.testing.assert_allclose(policy.q_values(observations), values, atol=2e-6)
+    clear = np.abs(values[:, 1] - values[:, 0]) > 1e-5
+    assert clear.mean() > 0.9
+    wanted = values[:, 1] > values[:, 0]
+    assert 0.02 < wanted.mean() < 0.98
+    np.testing.assert_array_equal(np.array(decide(policy, observations))[clear], wanted[clear])
+    np.testing.assert_array_equal(policy.greedy(observations)[clear], wanted[clear])
+
+
+def test_normalisation_is_folded_into_the_first_layer() -> None:
+    layers = random_layers(4, 16, 2)
+    mean, std = np.array([3.0, 1.0, -2.0, 0.5]), np.array([2.0, 0.5, 4.0, 0.1])
+    observations = np.random.default_rng(2).normal(size=(100, 4)) * std + mean
+    policy = LearnedPolicy.from_network(layers, mean=mean, std=std)
+    np.testing.assert_allclose(
+        policy.q_values(observations), torch_values(layers, (observations - mean) / std), atol=2e-5
+    )
+    assert fold_normalisation(layers)[0][0] is layers[0][0]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))])
+def test_a_copy_decides_alike_and_shares_nothing(duplicate: Any) -> None:
+    policy = LearnedPolicy.from_network(random_layers(4, 16, 16, 2))
+    twin = duplicate(policy)
+    observations = np.random.default_rng(3).normal(size=(200, 4))
+    wanted = decide(policy, observations)
+    assert len(set(wanted)) == 2
+    policy.network.layers[0][0][:] = 0
+    policy.network._weights[0][:] = 0
+    assert decide(twin, observations) == wanted
+    assert decide(policy, observations) != wanted
+
+
+def test_the_callers_arrays_are_copied() -> None:
+    layers = [(weight.astype(np.float32), bias.astype(np.float32)) for weight, bias in random_layers(4, 2)]
+    policy = LearnedPolicy.from_network(layers)
+    before = policy.q_values(np.ones(4))
+    layers[0][0][:] = 0
+    np.testing.assert_array_equal(policy.q_values(np.ones(4)), before)
+
+
+def test_a_fingerprint_binds_and_makes_candidates_explicit() -> None:
+    print_of: dict[str, Any] = {
+        "name": "m",
+        "architecture": {"n_layers": 16},
+        "tokenizer": None,
+        "logits": [],
+        "dtype": "float32",
+    }
+    policy = LearnedPolicy.from_network(random_layers(4, 2), fingerprint=print_of)
+    assert policy.bound
+    assert policy.config.candidates == (2, 4, 6, 8)
+    config = LearnedConfig(candidates=(3, 5), trained_temperature=0.0)
+    policy = LearnedPolicy.from_network(random_layers(4, 2), config, fingerprint=print_of, max_draft=6)
+    assert policy.config == LearnedConfig(candidates=(3, 5), trained_temperature=0.0, max_draft=6)
+    with pytest.raises(ValueError, match=r"candidates \[3, 16\] must be ascending layers within 1..15"):
+        LearnedPolicy.from_network(random_layers(4, 2), fingerprint=print_of, candidates=(3, 16))
+
+
+def bad(layers: Layers, **changes: Any) -> Any:
+    return lambda: LearnedPolicy.from_network(layers, **changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (bad([]), "at least one layer"),
+        (bad(random_layers(4, 3)), "last layer has 3 outputs, wanted 2"),
+        (bad(random_layers(3, 2)), r"takes 3 features, the config names \['confidence', 'entropy', 'trace', 'depth'\]"),
+        (bad([*random_layers(4, 8), *random_layers(7, 2)]), r"layer 1 has weight \(2, 7\) and bias \(2,\); \(out, 8\)"),
+        (bad([(np.ones((2, 4)), np.ones(3))]), r"layer 0 has weight \(2, 4\) and bias \(3,\)"),
+        (bad([(np.full((2, 4), np.nan), np.ones(2))]), "layer 0 of the Q-network holds numbers that are not finite"),
+        (bad(random_layers(4, 2), std=np.array([1.0, 0.0, 1.0, 1.0])), "std must be positive"),
+        (bad(random_layers(4, 2), mean=np.zeros(3)), r"mean \(3,\) and std \(4,\)"),
+    ],
+)
+def test_unfit_networks_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_observations_of_another_width_are_refused() -> None:
+    policy = LearnedPolicy.from_network(random_layers(4, 2))
+    with pytest.raises(ValueError, match=r"takes \(4,\) features, got \(1,\)"):
+        policy.scan(LayerState(2, 0, np.ones(1, dtype=np.float32)))
+    with pytest.raises(ValueError, match=r"takes \(..., 4\) features, got \(3, 5\)"):
+        policy.q_values(np.ones((3, 5)))
+
+
+def test_without_a_network_it_refuses_before_decoding() -> None:
+    with pytest.raises(ValueError, match="has no network"):
+        LearnedPolicy().check_model(tiny_model("llama"))
+
+
+def test_an_observation_that_is_not_a_number_never_exits() -> None:
+    network = QNetwork([(np.array([[0.0], [1.0]]), np.array([0.0, 100.0]))])
+    assert not network.advantage(np.array([np.nan], dtype=np.float32)) > 0
+
+
+def test_decoding_under_a_learned_policy_gives_the_plain_text() -> None:
+    model, ids = tiny_model("qwen3"), prompt(1, 7)
+    # exits under an entropy that rises with the depth; the tiny models' entropies are all within 4.843..4.848
+    layers = [(np.array([[0.0, 0.0, 0.0, 0.0], [0.0, -1000.0, 0.0, 0.6]]), np.array([0.0, 4845.4]))]
+    out = generate(model, input_ids=ids, policy=LearnedPolicy.from_network(layers), max_new_tokens=40)
+    assert out.sequences[0, len(ids) :].tolist() == plain_generate(model, ids, 40)
+    assert out.stats.drafted > 0
+    assert len({r.exit_layer for r in out.rounds}) > 1
