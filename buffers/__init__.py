@@ -1,0 +1,67 @@
+"""Stores of experience: zarr on disk, records in memory, replay buffers for d3rlpy.
+
+Records and settings need numpy only; zarr and d3rlpy are imported when something that uses them is.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lede.buffers.d3rlpy_view import NStepPicker
+    from lede.buffers.playback import play, playback_settings, replay, synthesize
+    from lede.buffers.records import PromptRollout, PromptTrace, StoreError, same_record
+    from lede.buffers.settings import StoreSettings, prompts_digest
+    from lede.buffers.statistics import StoreInfo, info
+    from lede.buffers.store import TraceStore, TransitionStore, open_store
+    from lede.buffers.writer import StoreWriter
+
+_HOMES = {
+    "StoreInfo": "statistics",
+    "info": "statistics",
+    "NStepPicker": "d3rlpy_view",
+    "play": "playback",
+    "playback_settings": "playback",
+    "replay": "playback",
+    "synthesize": "playback",
+    "PromptRollout": "records",
+    "PromptTrace": "records",
+    "StoreError": "records",
+    "same_record": "records",
+    "StoreSettings": "settings",
+    "prompts_digest": "settings",
+    "TraceStore": "store",
+    "TransitionStore": "store",
+    "open_store": "store",
+    "StoreWriter": "writer",
+}
+
+__all__ = [
+    "NStepPicker",
+    "PromptRollout",
+    "PromptTrace",
+    "StoreError",
+    "StoreInfo",
+    "StoreSettings",
+    "StoreWriter",
+    "TraceStore",
+    "TransitionStore",
+    "info",
+    "open_store",
+    "play",
+    "playback_settings",
+    "prompts_digest",
+    "replay",
+    "same_record",
+    "synthesize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module at first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
