@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from lede.buffers import StoreError, StoreSettings, TraceStore, TransitionStore, open_store, same_record
+from lede.checkpoint import save_policy
+from lede.collectors import CollectConfig, CollectProgress, collect
+from lede.models import DEMO_FOLDER
+from lede.policies import LearnedPolicy
+from tests.tiny_models import prompt, tiny_model
+
+MODEL = tiny_model("llama")
+PROMPTS = [prompt(i, 4 + i % 3) for i in range(8)]
+
+
+def config(out: Path, **settings: Any) -> CollectConfig:
+    return CollectConfig(out=out, max_new_tokens=6, candidates="1,2,4", batch_size=3, shard_prompts=2, **settings)
+
+
+def assert_same_content(a: Path, b: Path) -> None:
+    first, second = open_store(a, verify=True), open_store(b, verify=True)
+    assert first.prompt_indices == second.prompt_indices
+    assert first.settings.differences(second.settings) == []
+    found: list[Any] = list(first)
+    wanted: list[Any] = list(second)
+    for x, y in zip(found, wanted, strict=True):
+        assert same_record(x, y)
+
+
+def test_settings_are_recorded(tmp_path: Path) -> None:
+    out = collect(config(tmp_path / "a", final_reward=1.0, seed=3, temperature=0.5, top_k=7, top_p=0.9), MODEL, PROMPTS)
+    store = open_store(out)
+    assert isinstance(store, TransitionStore)
+    assert out == tmp_path / "a"
+    settings = store.settings
+    assert (settings.candidates, settings.max_new_tokens, settings.seed) == ((1, 2, 4), 6, 3)
+    assert (settings.temperature, settings.top_k, settings.top_p) == (0.5, 7, 0.9)
+    assert (settings.explore, settings.epsilon, settings.reward.final_reward) == ("uniform", None, 1.0)
+    assert settings.fingerprint["architecture"]["n_layers"] == 6
+    assert store.prompt_indices == tuple(range(8))
+
+
+def test_prompts_come_from_a_file_in_its_order(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    texts = ["def f():", "import os\n", "class A:"]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    settings = CollectConfig(tmp_path / "s", prompts=file, collector="teacher", episodes=2, max_new_tokens=3)
+    store = open_store(collect(settings))
+    assert isinstance(store, TraceStore)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    assert [tokenizer.decode(record.prompt_ids) for record in store] == texts[:2]
+
+
+def test_running_again_resumes_and_more_episodes_extend(tmp_path: Path) -> None:
+    for collector in ("rollout", "teacher"):
+        whole = collect(config(tmp_path / f"whole-{collector}", collector=collector), MODEL, PROMPTS)
+        part = collect(config(tmp_path / f"part-{collector}", collector=collector, episodes=3), MODEL, PROMPTS)
+        assert open_store(part).prompt_indices == (0, 1, 2)
+        collect(config(part, collector=collector), MODEL, PROMPTS)
+        assert_same_content(whole, part)
+        shards = open_store(part).n_shards
+        collect(config(part, collector=collector), MODEL, PROMPTS)  # nothing is left to do
+        assert open_store(part).n_shards == shards
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    out = collect(config(tmp_path / "s", episodes=2), MODEL, PROMPTS)
+    for change, name in (
+        ({"seed": 1}, "seed: 0 / 1"),
+        ({"temperature": 1.0}, r"temperature: 0\.0 / 1\.0"),
+        ({"candidates": "1,2"}, "candidates"),
+        ({"explore": "random"}, "explore: uniform / random"),
+        ({"collector": "teacher"}, "kind: transitions / traces"),
+        ({"final_reward": 1.0}, "reward"),
+        ({"chat": "off"}, "chat"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            collect(replace(config(out), **change), MODEL, PROMPTS)
+    with pytest.raises(ValueError, match="prompts_digest"):
+        collect(config(out), MODEL, PROMPTS[1:])
+    with pytest.raises(ValueError, match="fingerprint"):
+        collect(config(out), tiny_model("gpt2"), PROMPTS)
+    assert open_store(out).prompt_indices == (0, 1)
+    collect(replace(config(out), batch_size=1, shard_prompts=5), MODEL, PROMPTS)  # these change no content
+    assert open_store(out).prompt_indices == tuple(range(8))
+
+
+def test_more_episodes_than_prompts_need_cycle(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="9 episodes need as many prompts, there are 8"):
+        collect(config(tmp_path / "s", episodes=9), MODEL, PROMPTS)
+    assert not (tmp_path / "s").exists()
+    out = collect(config(tmp_path / "s", episodes=5, cycle=True), MODEL, PROMPTS[:2])
+    records: list[Any] = list(open_store(out))
+    assert [record.prompt_index for record in records] == list(range(5))
+    assert [record.prompt_ids.tolist() for record in records] == [PROMPTS[i % 2] for i in range(5)]
+    assert not same_record(records[0], replace(records[2], prompt_index=0))  # other streams
+
+
+def test_an_interrupted_collection_is_sound_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = collect(config(tmp_path / "whole"), MODEL, PROMPTS)
+
+    def interrupt(self: CollectProgress) -> None:
+        if self.done == 4:
+            raise KeyboardInterrupt
+        self.done += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CollectProgress, "prompt", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            collect(config(tmp_path / "s"), MODEL, PROMPTS)
+    told = capsys.readouterr().out
+    assert f"interrupted; 5 prompts are safe in {tmp_path / 's'}" in told
+    assert len(open_store(tmp_path / "s", verify=True)) == 5
+    collect(config(tmp_path / "s"), MODEL, PROMPTS)
+    assert_same_content(whole, tmp_path / "s")
+
+
+def test_a_policy_explores_and_is_recorded(tmp_path: Path) -> None:
+    text = "threshold:measure=entropy;thresholds=4.8447"
+    settings = open_store(collect(config(tmp_path / "a", explore=text), MODEL, PROMPTS)).settings
+    assert (settings.explore, settings.epsilon) == (text, (0.1, 0.1))
+    annealed = config(tmp_path / "b", explore=text, epsilon="1:0")
+    settings = open_store(collect(replace(annealed, episodes=4), MODEL, PROMPTS)).settings
+    assert (settings.explore, settings.epsilon) == (f"{text} over 4 prompts", (1.0, 0.0))
+    with pytest.raises(ValueError, match=r"over 4 prompts / .* over 8 prompts"):  # epsilons would not be the same
+        collect(annealed, MODEL, PROMPTS)
+
+
+def test_a_saved_policy_is_recorded_with_its_digest(tmp_path: Path) -> None:
+    def save(scale: float) -> None:
+        layers = [(np.full((2, 4), scale, dtype=np.float32), np.zeros(2, dtype=np.float32))]
+        save_policy(LearnedPolicy.from_network(layers, candidates=(1, 2)), tmp_path / "policy")
+
+    save(1.0)
+    settings = config(tmp_path / "s", explore=str(tmp_path / "policy"), episodes=2)
+    collect(settings, MODEL, PROMPTS)
+    save(2.0)
+    with pytest.raises(ValueError, match="explore: "):
+        collect(settings, MODEL, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"collector": "pupil"}, "one of rollout, teacher, got 'pupil'"),
+        ({"episodes": 0}, "episodes must be at least 1, got 0"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"collector": "teacher", "explore": "random"}, "leave out explore and epsilon"),
+        ({"epsilon": "0.1"}, "uniform exploration has no epsilon"),
+        ({"explore": "random", "epsilon": "2"}, r"within 0\.\.1"),
+        ({"explore": "plain"}, "never exits"),
+        ({"explore": "nobody"}, "'nobody' is neither a folder nor one of"),
+        ({"max_new_tokens": 1}, "at least 2"),
+        ({"max_new_tokens": 255}, "exceeds the model's 256 positions"),
+        ({"candidates": "7"}, r"within 1\.\.5"),
+    ],
+)
+def test_unusable_settings_are_refused_before_anything_is_written(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        collect(CollectConfig(**{"out": tmp_path / "s", **settings}), MODEL, PROMPTS)
+    assert not (tmp_path / "s").exists()
+
+
+def test_what_is_no_store_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(StoreError):
+        collect(config(tmp_path), MODEL, PROMPTS)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_the_settings_type_is_the_stores(tmp_path: Path) -> None:
+    store = open_store(collect(config(tmp_path / "t", collector="teacher", episodes=1), MODEL, PROMPTS))
+    assert isinstance(store.settings, StoreSettings)
+    assert (store.settings.explore, store.settings.epsilon) == (None, None)
