@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
