@@ -85,7 +85,7 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
     Raises:
         ValueError: The folder can't be written.
     """
-    weights = safetensors.numpy.save(policy.tensors(), metadata={"library": "lede", "kind": policy.kind})
+    weights = safetensors.numpy.save(policy.tensors(), metadata={"format": "lede"})
     config = {
         "library": "lede",
         "format": FORMAT,

@@ -1,0 +1,167 @@
+"""The command line: `lede COMMAND`, one frozen dataclass of settings a command.
+
+Commands are imported when they run, so that `lede --help` is instant and serving needs no training package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+_EXTRAS = {
+    "gymnasium": "collect",
+    "zarr": "collect",
+    "d3rlpy": "train",
+    "tensorboard": "train",
+    "matplotlib": "train",
+    "gguf": "gguf",
+    "accelerate": "gguf",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command lives."""
+
+    module: str
+    """Module that holds it."""
+    config: str
+    """Dataclass of its settings, whose fields are the flags."""
+    run: str
+    """Function that takes the settings."""
+    help: str
+    """What it does, in a line."""
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command("lede.demo.run", "DemoConfig", "demo", "collect, train and decode on the bundled model"),
+    "collect": Command("lede.collectors", "CollectConfig", "collect", "record experience or traces into a store"),
+    "train": Command("lede.training", "TrainConfig", "train", "train a policy offline from a store"),
+    "deploy": Command("lede.deployment", "DeployConfig", "deploy", "decode prompts under a policy"),
+    "buffer info": Command("lede.buffers.inspection", "InfoConfig", "show_info", "say what a store holds"),
+    "env": Command("lede.environment", "EnvConfig", "show_environment", "print versions and devices for bug reports"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        0 when done, 2 after a user error (told in one line on stderr), 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else USAGE_ERROR
+    if arguments[0] == "--version":
+        from lede import __version__
+
+        print(f"lede {__version__}")
+        return 0
+    name, rest = _split(arguments)
+    if name is None:
+        return _fail(f"there is no command '{' '.join(arguments[:2])}'; commands are {', '.join(COMMANDS)}")
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            command = COMMANDS[name]
+            module = importlib.import_module(command.module)
+            config = _parse(getattr(module, command.config), f"lede {name}", rest, command.help)
+            run: Callable[[Any], object] = getattr(module, command.run)
+            run(config)
+    except _UsageError as error:
+        return error.code if not str(error) else _fail(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ImportError as error:
+        extra = _EXTRAS.get((error.name or "").split(".")[0])
+        if extra is None:
+            raise
+        return _fail(f"`lede {name}` needs the package {error.name}: pip install 'lede-rl[{extra}]'")
+    except (ValueError, OSError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def usage() -> str:
+    """The list of commands."""
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+    return (
+        "lede: early-exit self-speculative decoding with learned policies\n\n"
+        f"usage: lede COMMAND [OPTIONS]\n\n{rows}\n\n`lede COMMAND --help` lists the options of a command."
+    )
+
+
+class _UsageError(Exception):
+    """Options that don't parse, or a request for help (no message)."""
+
+    def __init__(self, message: str, code: int = USAGE_ERROR) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The command and its options; a command may be two words."""
+    for n_words in (2, 1):
+        name = " ".join(arguments[:n_words])
+        if len(arguments) >= n_words and name in COMMANDS:
+            return name, arguments[n_words:]
+    return None, arguments
+
+
+def _parse(config_class: Any, prog: str, arguments: list[str], description: str) -> Any:
+    """Read flags into the dataclass; a complaint of the parser becomes one line."""
+    import tyro
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(config_class, args=arguments, prog=prog, description=description)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else USAGE_ERROR
+        if not code:
+            raise _UsageError("", 0) from None
+        raise _UsageError(f"{_one_line(complaint.getvalue())}; see {prog} --help") from None
+
+
+def _one_line(text: str) -> str:
+    """The first part of a boxed message of the option parser, without the box."""
+    said: list[str] = []
+    for line in text.splitlines():
+        bare = line.strip("│╭╮╰╯ ")
+        if not bare.strip("─"):
+            if said:
+                break
+        elif not line.startswith("╭"):
+            said.append(bare)
+    return " ".join(" ".join(said).split())
+
+
+def _fail(message: str) -> int:
+    print(f"lede: error: {' '.join(message.split())}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"lede: warning: {' '.join(str(message).split())}", file=file or sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

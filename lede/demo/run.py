@@ -1,0 +1,241 @@
+"""`lede demo`: the whole of lede on the bundled model, offline, in a few minutes on a CPU.
+
+Collect both kinds of experience, train a policy on the traces, choose the best static setting on validation prompts,
+and decode held-out prompts with plain decoding, transformers' `generate`, that static setting and the learned policy.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lede.benchmark import (
+    PLAIN,
+    Benchmark,
+    Contender,
+    as_json,
+    lede_contender,
+    repetition_share,
+    transformers_contender,
+)
+from lede.buffers import TraceStore, open_store
+from lede.checkpoint import versions
+from lede.collectors import CollectConfig, collect
+from lede.features import default_candidates
+from lede.models import EarlyExitModel, load_model
+from lede.policies import LearnedPolicy, StaticPolicy
+from lede.prompts import encode_prompts
+from lede.reports import LEGEND, coloured, markdown, plot_agreement, plot_speed, table
+from lede.training import TrainConfig, train
+
+PROMPTS = Path(__file__).parent / "prompts.jsonl"
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Settings of the demo."""
+
+    out: Path = Path("runs/demo")
+    """Folder of everything it writes; an earlier demo's results in it are replaced."""
+    quick: bool = False
+    """A smaller run, under a minute."""
+    seed: int = 0
+    """Seed of collection and training."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything."""
+
+    train_prompts: int
+    """Prompts that traces are collected on."""
+    rollout_prompts: int
+    """Prompts that the environment is played on."""
+    validation_prompts: int
+    """Prompts that the static setting is chosen on."""
+    test_prompts: int
+    """Prompts that are timed."""
+    max_new_tokens: int
+    """Budget a prompt, in tokens."""
+    train_steps: int
+    """Updates of the Q-network."""
+    draft_lengths: tuple[int, ...]
+    """Lengths of the static sweep."""
+
+
+LEARNED = "learned"
+
+FULL = Sizes(104, 16, 8, 24, 96, 4000, (3, 5, 8))
+QUICK = Sizes(24, 4, 2, 6, 48, 800, (4,))
+
+_OURS = ("traces.zarr", "validation.zarr", "rollouts.zarr", "run")
+
+
+def demo(config: DemoConfig) -> dict[str, Any]:
+    """Run the demo; returns what report.json holds.
+
+    Raises:
+        ValueError: The folder holds something that no demo wrote.
+    """
+    began = time.perf_counter()
+    console = Console()
+    sizes = QUICK if config.quick else FULL
+    out = _prepare(config.out)
+    model = load_model("demo")
+    console.print(f"bundled model: {model.n_layers} layers, vocabulary {model.vocab_size}; results go to {out}")
+    prompts = _prompts()
+
+    console.rule("1. collect", align="left")
+    traces, validation = _collect(config, sizes, model, prompts, out)
+
+    console.rule("2. train", align="left")
+    policy = train(
+        TrainConfig(
+            buffer=str(out / "traces.zarr"),
+            out=str(out / "run"),
+            validation=str(out / "validation.zarr"),
+            steps=sizes.train_steps,
+            eval_interval=max(1, sizes.train_steps // 10),
+            min_exits=20,
+            seed=config.seed,
+        )
+    )
+    shutil.copytree(out / "run" / "policy", out / "policy", dirs_exist_ok=True)
+
+    console.rule("3. decode", align="left")
+    encoded = {split: encode_prompts(model.tokenizer, texts) for split, texts in prompts.items()}
+    static, sweep = _best_static(model, encoded["validation"][: sizes.validation_prompts], sizes)
+    benchmark = _measure(model, encoded["test"][: sizes.test_prompts], static, policy, sizes)
+    rows = benchmark.rows()
+
+    agreement = _agreement(traces)
+    plot_agreement(agreement, policy.candidates_for(model.n_layers), out / "agreement.png")
+    plot_speed(rows, out / "speed.png")
+    report = {
+        **as_json(benchmark),
+        "best_static": asdict(static.config),
+        "static_sweep": sweep,
+        "agreement_by_layer": agreement,
+        "repetition_of_validation_texts": statistics.fmean(repetition_share(t.token_ids.tolist()) for t in validation),
+        "quick": config.quick,
+        "seed": config.seed,
+        "max_new_tokens": sizes.max_new_tokens,
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "seconds": time.perf_counter() - began,
+    }
+    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (out / "report.md").write_text(markdown(rows), encoding="utf-8")
+
+    prompt, run = max(
+        zip(benchmark.prompts, benchmark.runs[LEARNED], strict=True), key=lambda pair: len(pair[1].token_ids)
+    )
+    console.print(coloured(model.tokenizer, prompt, run.token_ids[0], run.rounds), soft_wrap=True)
+    console.print()
+    title = f"{len(benchmark.prompts)} held-out prompts, {sizes.max_new_tokens} tokens, greedy, float32"
+    console.print(table(rows, title))
+    console.print(LEGEND, style="dim")
+    console.print(
+        f"best static setting on validation prompts: layer {static.config.exit_layer}, "
+        f"length {static.config.draft_length}\n"
+        f"{out / 'report.json'}, agreement.png, speed.png; tensorboard --logdir {out / 'run' / 'logs'}\n"
+        f"decode with it: lede deploy --policy {out / 'policy'} --prompt 'def main():'\n"
+        f"{report['seconds']:.0f} seconds",
+        soft_wrap=True,
+    )
+    return report
+
+
+def _prepare(out: Path) -> Path:
+    """Make the folder, and clear an earlier demo's results from it."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; give a folder as --out")
+    if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in _OURS):
+        raise ValueError(f"{out} holds something that no demo wrote; give a new or empty folder as --out")
+    for name in _OURS:
+        shutil.rmtree(out / name, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _prompts() -> dict[str, list[str]]:
+    """The bundled prompts by split; training, validation and test share none."""
+    splits: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
+    for line in PROMPTS.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        splits[entry["split"]].append(entry["prompt"])
+    return splits
+
+
+def _collect(
+    config: DemoConfig, sizes: Sizes, model: EarlyExitModel, prompts: dict[str, list[str]], out: Path
+) -> tuple[TraceStore, TraceStore]:
+    """Traces of training and validation prompts, and some rollouts of the environment."""
+    base = CollectConfig(
+        out=out / "traces.zarr", collector="teacher", max_new_tokens=sizes.max_new_tokens, seed=config.seed
+    )
+    collect(base, model, prompts["train"][: sizes.train_prompts])
+    collect(replace(base, out=out / "validation.zarr"), model, prompts["validation"])
+    rollout = replace(base, out=out / "rollouts.zarr", collector="rollout", max_new_tokens=sizes.max_new_tokens // 2)
+    collect(rollout, model, prompts["train"][: sizes.rollout_prompts])
+    traces, validation = open_store(out / "traces.zarr"), open_store(out / "validation.zarr")
+    assert isinstance(traces, TraceStore)
+    assert isinstance(validation, TraceStore)
+    return traces, validation
+
+
+def _best_static(
+    model: EarlyExitModel, prompts: Sequence[list[int]], sizes: Sizes
+) -> tuple[StaticPolicy, list[dict[str, Any]]]:
+    """The fastest static setting on validation prompts, and the speed of each."""
+    contenders: list[Contender] = [lede_contender(model, PLAIN, None, sizes.max_new_tokens)]
+    policies: dict[str, StaticPolicy] = {}
+    for layer in default_candidates(model.n_layers):
+        for length in sizes.draft_lengths:
+            policy = StaticPolicy(exit_layer=layer, draft_length=length)
+            policies[f"{layer}x{length}"] = policy
+            contenders.append(lede_contender(model, f"{layer}x{length}", policy, sizes.max_new_tokens))
+    benchmark = _run("choosing the static setting", model, contenders, prompts)
+    rows = [row for row in benchmark.rows() if row.name != PLAIN]
+    best = max(rows, key=lambda row: row.speedup)
+    return policies[best.name], [{"setting": row.name, "speedup": row.speedup} for row in rows]
+
+
+def _measure(
+    model: EarlyExitModel, prompts: Sequence[list[int]], static: StaticPolicy, policy: LearnedPolicy, sizes: Sizes
+) -> Benchmark:
+    """Everyone on the held-out prompts, in one interleaved run."""
+    budget = sizes.max_new_tokens
+    contenders = [
+        transformers_contender(model, budget),
+        lede_contender(model, PLAIN, None, budget),
+        lede_contender(model, "best static", static, budget),
+        lede_contender(model, LEARNED, policy, budget),
+    ]
+    return _run("decoding held-out prompts", model, contenders, prompts)
+
+
+def _run(what: str, model: EarlyExitModel, contenders: Sequence[Contender], prompts: Sequence[list[int]]) -> Benchmark:
+    benchmark = Benchmark(model, contenders)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task(what, total=len(prompts))
+        benchmark.measure(prompts, lambda: progress.advance(task))
+    return benchmark
+
+
+def _agreement(traces: TraceStore) -> list[float]:
+    """Share of decided tokens at which each layer's likeliest token was the whole model's choice, from layer 1."""
+    matched = sum(trace.match.sum(0) for trace in traces)
+    decided = sum(len(trace.match) for trace in traces)
+    return [float(share) for share in matched / decided]

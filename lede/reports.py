@@ -1,0 +1,137 @@
+"""Tables and plots of results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from lede.benchmark import BenchmarkRow
+from lede.statistics import Round
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, GREY, INK = "#2a6f97", "#b8c4cc", "#22303c"
+_COLUMNS = ("policy", "tok/s", "plain", "hf", "accepted", "rate", "layer", "repeats", "exact")
+LEGEND = (
+    "plain, hf: times lede's plain decoding and transformers' generate, median over prompts; accepted: drafted tokens "
+    "kept a round; rate: accepted / drafted; layer: mean exit layer of drafted tokens; repeats: share of 4-grams that "
+    "stood in the text before; exact: same text as transformers' generate"
+)
+_LAYER_COLOURS = ("green", "cyan", "blue", "magenta", "yellow", "red")
+
+
+def cells(row: BenchmarkRow) -> list[str]:
+    """A row as text, in the order of the table's columns."""
+
+    def show(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    return [
+        row.name,
+        show(row.tokens_per_second, ".1f"),
+        show(row.speedup, ".2f") + "x",
+        show(row.speedup_over_transformers, ".2f") + ("x" if row.speedup_over_transformers is not None else ""),
+        show(row.mean_accepted_length, ".2f"),
+        show(row.acceptance_rate, ".2f"),
+        show(row.mean_exit_layer, ".1f"),
+        show(row.repetition, ".2f"),
+        row.exact,
+    ]
+
+
+def table(rows: Sequence[BenchmarkRow], title: str) -> Table:
+    """The rows for a terminal; inexact ones are red."""
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(_COLUMNS):
+        shown.add_column(column, justify="left" if number == 0 else "right")
+    for row in rows:
+        shown.add_row(*cells(row), style="red" if row.exact == "NO" else None)
+    return shown
+
+
+def markdown(rows: Sequence[BenchmarkRow]) -> str:
+    """The rows as a Markdown table."""
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + "|".join(["---", *["---:"] * (len(_COLUMNS) - 1)]) + "|"]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    return "\n".join([*lines, "", LEGEND]) + "\n"
+
+
+def coloured(tokenizer: Any, prompt: Sequence[int], first: int, rounds: Sequence[Round]) -> Text:
+    """A generated text whose accepted tokens are coloured by the layer that drafted them.
+
+    Plain text was written by the whole model: the prompt, the first token, corrections and bonus tokens.
+    """
+    layers = sorted({r.exit_layer for r in rounds if r.exit_layer is not None})
+    colour = {layer: _LAYER_COLOURS[i % len(_LAYER_COLOURS)] for i, layer in enumerate(layers)}
+    spans: list[tuple[int, str]] = [(len(prompt), "dim"), (1, "")]
+    for r in rounds:
+        drafter = colour[r.exit_layer] if r.exit_layer is not None else ""
+        spans += [(r.accepted, drafter), (len(r.tokens) - r.accepted, "")]
+    ids = [*prompt, first, *(token for r in rounds for token in r.tokens)]
+    text, end, shown = Text(), 0, ""
+    for n_tokens, style in spans:
+        end += n_tokens
+        so_far = tokenizer.decode(ids[:end], skip_special_tokens=True).rstrip(
+            "\ufffd"
+        )  # a character may end in the next span
+        text.append(so_far[len(shown) :], style=style)
+        shown = so_far
+    text.append("\n\ndrafted at layer: ", style="dim")
+    for layer in layers:
+        text.append(f"{layer} ", style=colour[layer])
+    return text
+
+
+def plot_agreement(agreement: Sequence[float], candidates: Sequence[int], path: Path) -> None:
+    """Agreement of each layer's likeliest token with the whole model's choice, `(layer,)` from layer 1."""
+    figure, axes = _figure("Agreement with the last layer", "layer", "share of generated tokens")
+    layers = range(1, len(agreement) + 1)
+    axes.plot(layers, agreement, color=GREY, marker="o", markersize=4, zorder=1)
+    axes.scatter(candidates, [agreement[c - 1] for c in candidates], color=BLUE, zorder=2, label="candidates")
+    axes.set_ylim(0, 1.03)
+    axes.legend(frameon=False, loc="lower right")
+    _save(figure, path)
+
+
+def plot_speed(rows: Sequence[BenchmarkRow], path: Path) -> None:
+    """Speed over plain decoding on the same engine, a bar a contender."""
+    figure, axes = _figure("Speed over plain decoding", "", "times plain (median over prompts)")
+    bars = axes.bar(
+        [row.name for row in rows],
+        [row.speedup for row in rows],
+        color=[BLUE if row.acceptance_rate is not None else GREY for row in rows],
+        width=0.6,
+    )
+    axes.bar_label(bars, fmt="%.2f", padding=2, color=INK)
+    axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
+    axes.margins(y=0.12)
+    _save(figure, path)
+
+
+def _figure(title: str, x: str, y: str) -> tuple[Any, Axes]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    axes.set_title(title, loc="left", color=INK)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6eaed")
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,167 @@
+"""Offline training: a Q-network fitted to recorded decisions and frozen into a policy.
+
+The paper publishes neither network nor schedule: every default here is ours, chosen so that a problem with a known
+optimum is solved (see `lede.optimal_stopping`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from lede.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from lede.buffers.store import TraceStore, TransitionStore
+    from lede.policies.learned import LearnedPolicy
+
+_PROCESS_FIELDS = ("out", "steps", "checkpoint_interval", "resume", "buffer", "validation")
+"""Settings that a resumed run may change: they move no update. The data are compared by content."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a training run; the fields are the flags of `lede train` and the content of config.json."""
+
+    buffer: str
+    """Store to learn from: transitions of a rollout, or traces, on which uniform decisions are played."""
+    out: str
+    """Folder of the run: policy/, config.json, checkpoints/, logs/."""
+    validation: str | None = None
+    """Store of traces of other prompts for the learning curve; None holds a part of the buffer out."""
+    algo: Literal["dqn", "double-dqn", "cql"] = "dqn"
+    """Algorithm of d3rlpy: DQN, DoubleDQN or DiscreteCQL."""
+    n_steps: int = 3
+    """Most decisions in a return."""
+    cut_at_greedy: bool = True
+    """End a return before the first later decision that the target network would not make; unbiased that way."""
+    steps: int = 5000
+    """Updates in all."""
+    batch_size: int = 256
+    """Transitions in an update."""
+    learning_rate: float = 1e-3
+    """Step size of Adam."""
+    hidden: tuple[int, ...] = (64, 64)
+    """Units of the hidden layers, ReLU between them."""
+    gamma: float = 1.0
+    """Discount, per decision in token episodes and per token in prompt episodes."""
+    target_update_interval: int = 50
+    """Updates between two copies of the network into the target network."""
+    averaging: float = 0.995
+    """Decay per update of the running average of the weights, which is what gets frozen; 0 freezes the last ones."""
+    loss: Literal["squared", "huber"] = "squared"
+    """Error of a value: squared, or d3rlpy's Huber loss, which is biased for rewards as far apart as these."""
+    cql_alpha: float = 0.1
+    """Weight of CQL's conservative term."""
+    episode: Literal["token", "prompt"] = "token"
+    """What an episode is: one generation step, as in the paper, or a whole prompt."""
+    passes: int = 4
+    """Times that uniform decisions are played on each trace; a buffer of transitions is taken as it is."""
+    min_exits: int = 100
+    """Exits that the buffer must hold at every candidate."""
+    holdout: float = 0.1
+    """Share of the buffer's prompts held out for the learning curve when there is no validation store."""
+    keep: Literal["last", "best"] = "last"
+    """Freeze the last policy, or the best on the curve, which on a few thousand tokens is mostly the luckiest."""
+    eval_interval: int = 500
+    """Updates between two points of the learning curve."""
+    checkpoint_interval: int = 500
+    """Updates between two checkpoints."""
+    seed: int = 0
+    """Seed of weights, batches, played decisions and what is held out."""
+    device: str = "cpu"
+    """Where the network is trained: cpu, cuda or cuda:N. So small a network is fastest on the CPU."""
+    resume: bool = False
+    """Go on from the last checkpoint in `out`, or start if there is none."""
+
+    def __post_init__(self) -> None:
+        counts = ("n_steps", "steps", "batch_size", "target_update_interval", "passes", "eval_interval")
+        for name in (*counts, "checkpoint_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.hidden or min(self.hidden) < 1:
+            raise ValueError(f"hidden must name the units of at least one layer, got {self.hidden}")
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"gamma must be within (0, 1], got {self.gamma}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate must be a positive number, got {self.learning_rate}")
+        for name in ("averaging", "holdout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be within [0, 1), got {getattr(self, name)}")
+        for name in ("min_exits", "cql_alpha", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+
+def train(
+    config: TrainConfig,
+    buffer: TransitionStore | TraceStore | None = None,
+    validation: TransitionStore | TraceStore | None = None,
+    progress: bool = True,
+) -> LearnedPolicy:
+    """Train a policy and write the run to `config.out`.
+
+    Args:
+        config: All settings.
+        buffer: The store itself, to spare opening `config.buffer`.
+        validation: The store itself, to spare opening `config.validation`.
+        progress: Whether to show a bar, or lines where stdout is no terminal.
+
+    Returns:
+        The frozen policy, bound to the model that the buffer was collected from; also in `out/policy`.
+
+    Raises:
+        ValueError: The settings, the data or what lies in `out` can't be used, or the loss became infinite or NaN.
+    """
+    from lede.buffers.store import open_store
+    from lede.training_data import load_data
+    from lede.training_run import TrainingRun
+
+    folder = RunFolder(config.out)
+    if folder.used and not config.resume:
+        raise ValueError(f"{config.out} holds a run already: resume it, or give another folder")
+    if buffer is None:
+        buffer = open_store(config.buffer)
+    if validation is None and config.validation is not None:
+        validation = open_store(config.validation)
+    data = load_data(config, buffer, validation)
+    saved = folder.last_checkpoint() if config.resume else None
+    if saved is not None:
+        _check_resumable(config, data.digest, saved, config.out)
+    folder.create()
+    run = TrainingRun(config, data, folder, saved)
+    folder.write_config(run.description())
+    run.learn(progress)
+    policy = run.policy()
+    policy.save_pretrained(str(folder.policy))
+    return policy
+
+
+def fixed_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that a resumed run must share, as JSON values."""
+    values = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _PROCESS_FIELDS}
+    return dict(json.loads(json.dumps(values)))
+
+
+def _check_resumable(config: TrainConfig, digest: str, saved: dict[str, Any], out: str) -> None:
+    then, now = json.loads(saved["settings"]), fixed_settings(config)
+    odd = [f"{name}: {then.get(name)} / {now.get(name)}" for name in {**then, **now} if then.get(name) != now.get(name)]
+    if odd:
+        raise ValueError(
+            f"{out} was trained with other settings (then / now): {'; '.join(odd)}. Use those to resume, or "
+            "another folder"
+        )
+    if saved["digest"] != digest:
+        raise ValueError(
+            f"the transitions are not those that {out} was trained on: the buffer has changed since. Train in another "
+            "folder"
+        )
+    if saved["step"] > config.steps:
+        raise ValueError(f"{out} has had {saved['step']} updates already, more than steps = {config.steps}")
+
+
+def as_json(config: TrainConfig) -> dict[str, Any]:
+    """All settings as JSON values."""
+    return dict(json.loads(json.dumps(asdict(config))))

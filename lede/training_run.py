@@ -1,0 +1,226 @@
+"""One training run: batches, updates, points of the curve and checkpoints, from any step on."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lede.checkpoint import versions
+from lede.learner import Learner
+from lede.learning_curve import CurvePoint, GreedyScore, LearningCurve, read_curve, score_on_rollouts, score_on_traces
+from lede.policies.learned import LearnedPolicy
+from lede.rewards import CONTINUE, EXIT
+from lede.run_folder import RunFolder
+from lede.seeding import Purpose, numpy_stream, torch_stream
+from lede.training import TrainConfig, as_json, fixed_settings
+from lede.training_data import TrainingData
+
+N_PROBE = 1024
+"""Training states whose mean values the curve shows."""
+
+
+class TrainingRun:
+    """A run that can be left at a checkpoint and gone on with to the same result, bit for bit on a CPU.
+
+    Args:
+        config: All settings.
+        data: Transitions and what to score on.
+        folder: Where checkpoints and the curve go.
+        saved: A checkpoint to go on from; None starts anew.
+    """
+
+    def __init__(
+        self, config: TrainConfig, data: TrainingData, folder: RunFolder, saved: dict[str, Any] | None = None
+    ) -> None:
+        self.config, self.data, self.folder = config, data, folder
+        self.step = 0
+        self._rng = numpy_stream(config.seed, Purpose.TRAINING)
+        self.learner = Learner(config, data.mean, data.std, torch_stream(config.seed, Purpose.TRAINING).initial_seed())
+        self._losses: list[float] = []  # since the last point of the curve
+        self._best: dict[str, Any] | None = None
+        every = max(1, len(data.transitions) // N_PROBE)
+        self._probe = data.transitions.states[::every][:N_PROBE]
+        if saved is not None:
+            self.step = saved["step"]
+            self._rng.bit_generator.state = json.loads(saved["rng"])
+            self._losses = list(saved["losses"])
+            self._best = saved["best"]
+            self.learner.load_state(saved["learner"])
+
+    def learn(self, progress: bool = True) -> None:
+        """Update until `config.steps`.
+
+        Raises:
+            ValueError: The loss became infinite or NaN.
+        """
+        config = self.config
+        # a point off the grid was the last of a run that ended there
+        known = read_curve(self.folder.curve) if self.step else []
+        resumed = [point for point in known if point.step <= self.step and not point.step % config.eval_interval]
+        with (
+            LearningCurve(self.folder.logs, resumed) as curve,
+            _Display(config.steps, self.step, progress, str(self.folder.path)) as display,
+        ):
+            if not curve.points:
+                display.point(self._point(curve))
+            while self.step < config.steps:
+                self._update()
+                display.advance(self.step)
+                if self.step % config.eval_interval == 0:
+                    point = self._point(curve)
+                    self._consider(point.score)
+                    self._losses.clear()
+                    display.point(point)
+                if self.step % config.checkpoint_interval == 0 or self.step == config.steps:
+                    self._save()
+            if self.step % config.eval_interval:
+                display.point(point := self._point(curve))
+                self._consider(point.score)
+
+    def policy(self) -> LearnedPolicy:
+        """The policy to freeze, bound to the model of the buffer."""
+        layers = self.learner.layers()
+        if self.config.keep == "best" and self._best is not None:
+            arrays = [tensor.numpy() for tensor in self._best["layers"]]
+            layers = list(zip(arrays[::2], arrays[1::2], strict=True))
+        return self._frozen(layers)
+
+    def description(self) -> dict[str, Any]:
+        """Every resolved setting, as JSON values."""
+        data, settings, learner = self.data, self.data.settings, self.learner
+        optimiser = learner.algo.impl.q_function_optim
+        return {
+            **as_json(self.config),
+            "resolved": {
+                "network": [len(settings.features.names), *self.config.hidden, 2],
+                "activation": "relu",
+                "algorithm": type(learner.algo).__name__,
+                "optimiser": type(optimiser).__name__,
+                "betas": list(optimiser.defaults["betas"]),
+                "weight_decay": optimiser.defaults["weight_decay"],
+                "candidates": list(settings.candidates),
+                "features": asdict(settings.features),
+                "reward": asdict(settings.reward),
+                "mean": learner.mean.tolist(),
+                "std": learner.std.tolist(),
+                "n_transitions": len(data.transitions),
+                "digest": data.digest,
+                "held_out": list(data.held_out),
+                "validation_kind": data.validation_kind,
+                "model": settings.model,
+                "temperature": settings.temperature,
+            },
+            "versions": versions(),
+        }
+
+    def _update(self) -> None:
+        config, transitions = self.config, self.data.transitions
+        rows = self._rng.integers(0, len(transitions), config.batch_size)
+        greedy = self.learner.target_greedy if config.cut_at_greedy else None
+        loss = self.learner.update(transitions.batch(rows, config.n_steps, config.gamma, greedy))
+        self.step += 1
+        self._losses.append(loss)
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss is {loss} at step {self.step}: the values exploded. Lower learning_rate (now "
+                f"{config.learning_rate:g}) or, in prompt episodes, gamma (now {config.gamma:g})"
+            )
+
+    def _point(self, curve: LearningCurve) -> CurvePoint:
+        policy = self._frozen(self.learner.layers())
+        values = policy.q_values(self._probe).mean(axis=0, dtype=np.float64)
+        point = CurvePoint(
+            step=self.step,
+            loss=math.fsum(self._losses) / len(self._losses) if self._losses else None,
+            q_continue=float(values[CONTINUE]),
+            q_exit=float(values[EXIT]),
+            score=self._score(policy),
+        )
+        curve.add(point)
+        return point
+
+    def _score(self, policy: LearnedPolicy) -> GreedyScore:
+        if self.data.validation_kind == "traces":
+            return score_on_traces(self.data.validation, self.data.settings, policy.greedy)  # type: ignore[arg-type]
+        return score_on_rollouts(self.data.validation, policy.greedy)  # type: ignore[arg-type]
+
+    def _consider(self, score: GreedyScore) -> None:
+        if self._best is None or score.reward > self._best["reward"]:
+            layers = [torch.from_numpy(array) for pair in self.learner.layers() for array in pair]
+            self._best = {"reward": score.reward, "step": self.step, "layers": layers}
+
+    def _frozen(self, layers: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]) -> LearnedPolicy:
+        settings = self.data.settings
+        return LearnedPolicy.from_network(
+            layers,
+            mean=self.learner.mean,
+            std=self.learner.std,
+            fingerprint=settings.fingerprint or None,  # a store made by hand may have none
+            features=settings.features,
+            candidates=settings.candidates,
+            trained_temperature=settings.temperature,
+        )
+
+    def _save(self) -> None:
+        self.folder.save_checkpoint(
+            self.step,
+            {
+                "step": self.step,
+                "learner": self.learner.state(),
+                "rng": json.dumps(self._rng.bit_generator.state),
+                "losses": list(self._losses),
+                "best": self._best,
+                "settings": json.dumps(fixed_settings(self.config)),
+                "digest": self.data.digest,
+            },
+        )
+
+
+class _Display:
+    """A bar on a terminal, elsewhere a line for each point of the curve; nothing if not wanted."""
+
+    def __init__(self, steps: int, done: int, wanted: bool, out: str) -> None:
+        self._out = out
+        self._console = Console(quiet=not wanted, highlight=False)
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[score]}"))
+        self._bar = Progress(
+            *columns, TimeRemainingColumn(), console=self._console, disable=not (wanted and self._console.is_terminal)
+        )
+        self._task = self._bar.add_task("training", total=steps, completed=done, score="")
+
+    def advance(self, step: int) -> None:
+        """Move the bar."""
+        if step % 20 == 0:
+            self._bar.update(self._task, completed=step)
+
+    def point(self, point: CurvePoint) -> None:
+        """Show a point of the curve."""
+        score = point.score
+        text = f"reward {score.reward:.3f}"
+        if score.acceptance is not None and score.exit_layer is not None:
+            text += f", acceptance {score.acceptance:.2f}, exit layer {score.exit_layer:.1f}"
+        if self._bar.disable:
+            loss = "" if point.loss is None else f"loss {point.loss:.4f}, "
+            self._console.print(f"step {point.step}: {loss}{text}", soft_wrap=True)
+        else:
+            self._bar.update(self._task, completed=point.step, score=text)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+        if kind is KeyboardInterrupt:
+            self._console.print(f"stopped; --out {self._out} --resume goes on from the last checkpoint", soft_wrap=True)

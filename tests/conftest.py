@@ -1,0 +1,18 @@
+"""Where an extra isn't installed, the tests that need it are left out and the header says so."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+NEEDS = {
+    "d3rlpy": ("lede/test_training*.py", "buffers/test_d3rlpy_view.py", "test_demo.py", "test_readme.py"),
+    "gymnasium": ("envs/*", "collectors/*"),
+    "zarr": ("buffers/*", "collectors/*"),
+}
+
+_left_out = {package: files for package, files in NEEDS.items() if find_spec(package) is None}
+collect_ignore_glob = [name for files in _left_out.values() for name in files]
+
+
+def pytest_report_header() -> list[str]:
+    return [f"not installed: {package}; left out: {', '.join(files)}" for package, files in _left_out.items()]

@@ -1,0 +1,148 @@
+"""Benchmark rows, verdicts and reports, on runs made by hand and on a real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lede.benchmark import (
+    PLAIN,
+    TRANSFORMERS,
+    Benchmark,
+    Contender,
+    Run,
+    as_json,
+    lede_contender,
+    repetition_share,
+    transformers_contender,
+)
+from lede.exactness import compare
+from lede.models import load_model
+from lede.policies import StaticPolicy
+from lede.reports import coloured, markdown, plot_agreement, plot_speed, table
+from lede.statistics import Round
+from tests.tiny_models import plain_generate, prompt, tiny_model
+
+
+def fixed(name: str, seconds: dict[int, float], rounds: tuple[Round, ...] = ()) -> Contender:
+    """Answers prompts of one token with 4 tokens, in the given seconds."""
+    return Contender(name, lambda ids: Run((1, 2, 3, 4), seconds[ids[0]], rounds))
+
+
+def test_ratios_are_medians_of_pairs() -> None:
+    rounds = (Round((2, 3), 3, 1, 2), Round((4,), 0, 0, None))
+    benchmark = Benchmark(
+        tiny_model("llama"),
+        [
+            fixed(TRANSFORMERS, {5: 8.0, 6: 8.0, 7: 80.0}),
+            fixed(PLAIN, {5: 4.0, 6: 6.0, 7: 60.0}),
+            fixed("drafting", {5: 2.0, 6: 2.0, 7: 60.0}, rounds),
+        ],
+    )
+    done: list[int] = []
+    benchmark.measure([[5], [6], [7]], lambda: done.append(1))
+    transformers, plain, drafting = benchmark.rows()
+    assert len(done) == 3
+    assert plain.speedup == 1.0
+    assert plain.speedup_over_transformers == pytest.approx(4 / 3)
+    assert (drafting.speedup, drafting.speedup_over_transformers) == (2.0, 4.0)
+    assert transformers.speedup == pytest.approx(0.75)
+    assert drafting.tokens_per_second == 12 / 64
+    assert drafting.acceptance_rate == pytest.approx(1 / 3)
+    assert drafting.mean_accepted_length == 0.5
+    assert drafting.mean_exit_layer == 2.0
+    assert plain.acceptance_rate is None
+
+
+def test_order_rotates() -> None:
+    calls: list[str] = []
+
+    def recording(name: str) -> Contender:
+        def decode(ids: list[int]) -> Run:
+            calls.append(name)
+            return Run((1,), 1.0)
+
+        return Contender(name, decode)
+
+    Benchmark(tiny_model("llama"), [recording("a"), recording("b")]).measure([[1], [2]])
+    assert calls == ["a", "b", *("a", "b"), *("b", "a")]  # warm-up first
+
+
+def test_verdicts_on_a_real_model() -> None:
+    model = tiny_model("llama")
+    wanted = plain_generate(model, prompt(0, 5), 12)
+    wrong = [*wanted[:7], (wanted[7] + 1) % 128, *wanted[8:]]
+    contenders = [
+        transformers_contender(model, 12),
+        lede_contender(model, PLAIN, None, 12),
+        lede_contender(model, "static", StaticPolicy(exit_layer=3, draft_length=3), 12),
+        Contender("wrong", lambda ids: Run(tuple(wrong), 1.0)),
+        Contender("short", lambda ids: Run(tuple(wanted[:5]), 1.0)),
+    ]
+    benchmark = Benchmark(model, contenders)
+    benchmark.measure([prompt(0, 5)])
+    assert [row.exact for row in benchmark.rows()] == ["yes", "yes", "yes", "NO", "NO"]
+    assert set(as_json(benchmark)["runs"]) == {TRANSFORMERS, PLAIN, "static", "wrong", "short"}
+
+
+def test_a_tie_is_told_from_a_failure() -> None:
+    """Two equal rows in the head: float32 may fall either way there, and nowhere else; float64 never."""
+    from tests.tiny_models import tiny_hf_model
+
+    for dtype, tie in ((torch.float32, True), (torch.float64, False)):
+        hf_model = tiny_hf_model("llama", dtype)
+        wanted = plain_generate(load_model((hf_model, None)), prompt(0, 5), 4)
+        twin = (wanted[2] + 1) % 128
+        with torch.no_grad():
+            hf_model.lm_head.weight[twin] = hf_model.lm_head.weight[wanted[2]]
+        model = load_model((hf_model, None))
+        wanted = plain_generate(model, prompt(0, 5), 4)
+        at = next(i for i, token in enumerate(wanted) if token in (twin, wanted[2]))
+        other = twin if wanted[at] != twin else wanted[2]
+        apart = compare(model, prompt(0, 5), [*wanted[:at], other, *wanted[at + 1 :]], wanted)
+        assert apart is not None
+        assert apart.position == at
+        assert apart.tie == tie
+    assert compare(model, prompt(0, 5), wanted, wanted) is None
+
+
+def test_repetition_share() -> None:
+    assert repetition_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
+    assert repetition_share(list(range(20))) == 0
+    assert repetition_share([1, 1]) == 0
+
+
+def test_reports_render(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    model = load_model("demo")
+    benchmark = Benchmark(
+        model,
+        [fixed(PLAIN, {5: 4.0}), fixed("drafting", {5: 2.0}, (Round((2, 3), 3, 1, 2),))],
+    )
+    benchmark.measure([[5]])
+    rows = benchmark.rows()
+    console = Console(width=80, record=True)
+    console.print(table(rows, "Title"))
+    shown = console.export_text()
+    assert "drafting" in shown
+    assert "2.00x" in shown
+    assert "…" not in shown  # nothing is cut off on 80 columns
+    assert "| drafting |" in markdown(rows)
+    plot_speed(rows, tmp_path / "speed.png")
+    plot_agreement([0.2, 0.5, 1.0], [1, 2], tmp_path / "agreement.png")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("speed.png", "agreement.png"))
+
+
+def test_coloured_text_is_the_whole_text() -> None:
+    """Characters of several tokens that end in another span are kept whole."""
+    model = load_model("demo")
+    text = "x = 'é€🙂'\n"
+    ids = model.tokenizer(text)["input_ids"]
+    rounds = [Round((token,), 1, 1, 2 + i % 2) for i, token in enumerate(ids[3:])]
+    shown = coloured(model.tokenizer, ids[:2], ids[2], rounds)
+    assert shown.plain.startswith(text)
+    assert "\ufffd" not in shown.plain
+    assert "drafted at layer: 2 3" in shown.plain
