@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,9 @@ from typing import Any, cast
 import numpy as np
 import zarr
 from zarr.codecs import ZstdCodec
+from zarr.errors import ContainsGroupError
 
+from lede.atomic import sync_folder, write_atomically
 from lede.buffers.columns import Columns, prompt_columns, row_columns
 from lede.buffers.records import StoreError
 from lede.buffers.settings import StoreSettings
@@ -67,7 +69,8 @@ def write_shard(path: Path, name: str, columns: Columns) -> Commit:
     )
     record = {"rows": commit.rows, "prompts": commit.prompts, "files": commit.files}
     _sync_folders(folder)
-    replace_file(path / "commits" / f"{name}.json", json.dumps(record))
+    (path / "commits").mkdir(exist_ok=True)
+    write_atomically(path / "commits" / f"{name}.json", json.dumps(record).encode())
     return commit
 
 
@@ -137,11 +140,12 @@ def read_shard(path: Path, commit: Commit, settings: StoreSettings) -> Columns:
 
 
 def create_root(path: Path, settings: StoreSettings) -> None:
-    """Make an empty store."""
+    """Make an empty store, unless another writer makes it at this moment."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "commits").mkdir(exist_ok=True)
-    # last: a folder with this file is a store
-    zarr.create_group(path, attributes=settings.to_json(), zarr_format=3, overwrite=False)
+    with suppress(ContainsGroupError):
+        # last: a folder with this file is a store
+        zarr.create_group(path, attributes=settings.to_json(), zarr_format=3, overwrite=False)
     _sync_folders(path)
 
 
@@ -160,18 +164,6 @@ def read_settings(path: Path) -> StoreSettings:
     return StoreSettings.from_json(attributes, str(path))
 
 
-def replace_file(file: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or none, even after a crash of the machine."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
-    _sync_folders(file.parent, deep=False)
-
-
 def _manifest(folder: Path, sync: bool) -> dict[str, tuple[int, str]]:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {file.relative_to(folder).as_posix(): (file.stat().st_size, _digest(file, sync=sync)) for file in files}
@@ -184,14 +176,7 @@ def _digest(file: Path, sync: bool = False) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sync_folders(folder: Path, deep: bool = True) -> None:
-    """Make the names in a folder (and below) durable; only POSIX can."""
-    if os.name != "posix":
-        return
-    below: Iterable[Path] = (f for f in folder.rglob("*") if f.is_dir()) if deep else ()
-    for each in (*below, folder, folder.parent):
-        handle = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _sync_folders(folder: Path) -> None:
+    """Make the names in a folder, below it and its own durable."""
+    for each in (*(f for f in folder.rglob("*") if f.is_dir()), folder, folder.parent):
+        sync_folder(each)

@@ -159,9 +159,12 @@ def _is_abandoned(shard: str) -> bool:
 
 
 def _remove_leftovers(path: Path) -> None:
-    for name in leftovers(path):
-        if _is_abandoned(name):
-            shutil.rmtree(path / "shards" / name, ignore_errors=True)
+    folder = path / "shards"
+    abandoned = [f.name for f in folder.iterdir() if _is_abandoned(f.name)] if folder.is_dir() else []
+    # read after their writers were found to have ended: none of them commits any more
+    committed = {commit.name for commit in read_commits(path)} if abandoned else set()
+    for name in set(abandoned) - committed:
+        shutil.rmtree(folder / name, ignore_errors=True)
     for file in (path / "commits").glob(".*.partial"):
         if _is_abandoned(file.name.removeprefix(".")):
             file.unlink(missing_ok=True)

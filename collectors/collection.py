@@ -117,10 +117,10 @@ def collect(config: CollectConfig, model: EarlyExitModel | None = None, prompts:
     if prompts is None:
         prompts = DEFAULT_PROMPTS if config.prompts is None else load_prompts(config.prompts)
     ids = encode_prompts(model.tokenizer, prompts, config.chat)
-    check_lengths(ids, config.max_new_tokens, model.max_positions)
     episodes = len(ids) if config.episodes is None else config.episodes
     if episodes > len(ids) and not config.cycle:
         raise ValueError(f"{episodes} episodes need as many prompts, there are {len(ids)}; ask for fewer, or cycle")
+    check_lengths(ids[:episodes], config.max_new_tokens, model.max_positions)
     rules = Rules(
         parse_candidates(config.candidates, model.n_layers),
         config.max_new_tokens,
@@ -192,7 +192,7 @@ def _settings(
     explore, epsilon = config.explore, None
     if policy is not None:
         epsilon = parse_epsilon(config.epsilon or DEFAULT_EPSILON)
-        if policy.tensors():
+        if Path(config.explore).is_dir():
             explore += f" ({policy_digest(policy)})"  # the folder may come to hold another policy
         if epsilon[0] != epsilon[1]:
             explore += f" over {episodes} prompts"  # what epsilon a prompt gets depends on how many there are

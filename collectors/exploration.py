@@ -84,8 +84,8 @@ class Explorer:
 
     Without a policy every token draws one of the candidates, or no exit, with equal probability. With one, a token does
     so with probability epsilon and follows the policy otherwise: its pre-scan, then its scan at the candidates; its
-    draft stage has no place here, since every token is decided anew. Everything is drawn from streams of the prompt, a
-    policy with a seed of its own gets seed + prompt index.
+    draft stage has no place here, since every token is decided anew. Everything is drawn from streams of the prompt; a
+    policy with a seed of its own gets another one for every prompt, made from its own, the rollout's and the index.
 
     Args:
         model: The model of the rollout.
@@ -123,7 +123,7 @@ class Explorer:
     def actor(self, prompt_index: int) -> Actor:
         """The actor of one prompt."""
         rng = numpy_stream(self.seed, Purpose.EXPLORATION, prompt_index)
-        policy = None if self._policy is None else _fresh(self._policy, prompt_index)
+        policy = None if self._policy is None else self._fresh(self._policy, prompt_index)
         return Actor(self, policy, self.epsilon_at(prompt_index), rng)
 
     def epsilon_at(self, prompt_index: int) -> float:
@@ -172,7 +172,7 @@ class Explorer:
             )
         if policy.features is not None:
             self._check_features(policy.features)
-        answer = _fresh(policy, 0).pre_scan(PreScanState(0.0, None, 0, self.rules.max_new_tokens, 1))
+        answer = self._fresh(policy, 0).pre_scan(PreScanState(0.0, None, 0, self.rules.max_new_tokens, 1))
         if isinstance(answer, ExitAt):  # better now than in the middle of a collection
             self.check_plan(answer)
 
@@ -183,16 +183,16 @@ class Explorer:
         if "trace" in features.names and features.window != ours.window:
             raise ValueError(f"the policy's trace has window {features.window}; a rollout keeps {ours.window}")
 
-
-def _fresh(policy: Policy, prompt_index: int) -> Policy:
-    """A copy of the policy for one prompt, with luck of its own."""
-    policy = deepcopy(policy)
-    settings = vars(policy.config)
-    if "seed" in settings:
-        changed: dict[str, Any] = {"seed": settings["seed"] + prompt_index}
-        policy.config = replace(policy.config, **changed)
-    policy.reset()
-    return policy
+    def _fresh(self, policy: Policy, prompt_index: int) -> Policy:
+        """A copy of the policy for one prompt, with luck of its own."""
+        policy = deepcopy(policy)
+        settings = vars(policy.config)
+        if "seed" in settings:
+            luck = numpy_stream(self.seed, Purpose.POLICY, settings["seed"], prompt_index)
+            changed: dict[str, Any] = {"seed": int(luck.integers(2**62))}
+            policy.config = replace(policy.config, **changed)
+        policy.reset()
+        return policy
 
 
 def parse_epsilon(text: str) -> tuple[float, float]:

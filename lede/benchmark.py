@@ -166,6 +166,8 @@ def transformers_contender(model: EarlyExitModel, max_new_tokens: int) -> Conten
             do_sample=False,
             eos_token_id=eos or None,
             pad_token_id=eos[0] if eos else 0,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
         )
         new = tuple(out[0, len(prompt) :].tolist())
         return Run(new, time.perf_counter() - start)

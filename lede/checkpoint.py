@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 import weakref
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import safetensors.numpy
 from safetensors import SafetensorError
 
 import lede
+from lede.atomic import write_atomically
 from lede.fingerprints import compare_fingerprints, fingerprint
 from lede.policies import POLICIES, Policy
 from lede.policies.settings import settings_from_json
@@ -98,9 +97,9 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
     target = Path(folder)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        _replace(target / WEIGHTS, weights)
-        _replace(target / CARD, _card(policy).encode())
-        _replace(target / CONFIG, (json.dumps(config, indent=2, allow_nan=False) + "\n").encode())
+        write_atomically(target / WEIGHTS, weights)
+        write_atomically(target / CARD, _card(policy).encode())
+        write_atomically(target / CONFIG, (json.dumps(config, indent=2, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise ValueError(f"cannot write a policy to {folder}: {error}") from error
 
@@ -154,19 +153,6 @@ def push_to_hub(policy: Policy, repo_id: str, *, private: bool | None = None, to
         hub.create_repo(repo_id, private=private, exist_ok=True)
         commit = hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=f"lede {policy.kind} policy")
     return str(commit.commit_url)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

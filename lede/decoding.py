@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lede.drafting import Draft, Drafter
-from lede.features import ConfidenceTrace
+from lede.features import ConfidenceTrace, surprisal
 from lede.models import EarlyExitModel
 from lede.policies.base import Policy, PreScanState
 from lede.statistics import Meter, Round
@@ -32,6 +32,8 @@ class Decoder:
         meter: Where time, rounds and head reads are booked.
     """
 
+    drafter_class = Drafter
+
     def __init__(
         self,
         model: EarlyExitModel,
@@ -47,8 +49,6 @@ class Decoder:
         self.meter = meter or Meter()
         self._since_draft = 0
         self._recent: list[tuple[int, int]] = []  # (drafted, accepted) of the last rounds that drafted
-
-    drafter_class = Drafter
 
     @torch.inference_mode()
     def decode(self, prompt: Sequence[int], max_new_tokens: int) -> Iterator[tuple[int, ...]]:
@@ -120,9 +120,3 @@ class Decoder:
     def _acceptance(self) -> float | None:
         drafted = sum(d for d, _ in self._recent)
         return sum(a for _, a in self._recent) / drafted if drafted else None
-
-
-def surprisal(logits: torch.Tensor) -> float:
-    """-log probability of the likeliest token of raw logits `(vocabulary,)`, in nats."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return float(torch.logsumexp(wide, dim=-1) - wide.max())

@@ -7,12 +7,14 @@ yields the bonus token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from lede.features import ConfidenceTrace, primitives
+from lede.cache import KVCache
+from lede.features import ConfidenceTrace, primitives, surprisal
 from lede.models import EarlyExitModel
 from lede.policies.base import ExitAt, LayerState, Policy, PreScan
 from lede.statistics import Meter
@@ -33,6 +35,16 @@ class Draft:
     """Drafted tokens."""
     distributions: list[torch.Tensor | None] = field(default_factory=list)
     """What each was drawn from; None when greedy."""
+
+
+@dataclass
+class _HeadRead:
+    """What one head read gave."""
+
+    logits: torch.Tensor
+    """Raw, `(vocabulary,)`."""
+    surprisal: float | None = None
+    """-log probability of the likeliest token, in nats, where the features told it."""
 
 
 class Drafter:
@@ -65,21 +77,20 @@ class Drafter:
         self.features = policy.features
         self.candidates = policy.candidates_for(model.n_layers)
 
-    def draft(self, ids: list[int], choice: PreScan | ExitAt, cap: int, cache: object) -> Draft:
+    def draft(self, ids: list[int], choice: PreScan | ExitAt, cap: int, cache: KVCache) -> Draft:
         """Draft at most `cap` tokens after `ids`, whose last token is not in the cache yet.
 
         Returns:
             The draft; without tokens, and with the state as far as it got, when no candidate exits.
         """
-        block = self.model.block(cache, len(ids) - 1, 1)  # type: ignore[arg-type]
+        block = self.model.block(cache, len(ids) - 1, 1)
         hidden = self.model.embed(self._ids(ids[-1]), block)
         depth = 0
         if isinstance(choice, ExitAt):
             self.model.check_exit_layer(choice.exit_layer)
             hidden = self.model.run_layers(hidden, 0, choice.exit_layer, block)
             draft = Draft(choice.exit_layer, [hidden])
-            logits, surprisal, _ = self._read(hidden, choice.exit_layer, observe=False)
-            self._add(draft, logits, surprisal, ids)
+            self._add(draft, self._read(hidden), ids)
             return self._burst(draft, ids, cap, cache)
         if choice is PreScan.SCAN:
             for candidate in self.candidates:
@@ -87,76 +98,71 @@ class Drafter:
                 hidden = self.model.run_layers(hidden, depth, candidate, block)
                 depth = candidate
                 self.meter.enter("inspect")
-                if self.features is None:  # a head read only pays if someone looks at it, or when it drafts
-                    if not self._ask_scan(candidate, _NO_FEATURES):
-                        continue
-                    logits, surprisal, _ = self._read(hidden, candidate, observe=False)
-                else:
-                    logits, surprisal, observation = self._read(hidden, candidate)
-                    if not self._ask_scan(candidate, observation):
-                        continue
-                self.meter.enter("draft")
-                draft = Draft(candidate, [hidden])
-                self._add(draft, logits, surprisal, ids)
-                return self._burst(draft, ids, cap, cache)
+                read = self._ask(self.policy.scan, hidden, candidate, 0)
+                if read is not None:
+                    draft = Draft(candidate, [hidden])
+                    self._add(draft, read, ids)
+                    return self._burst(draft, ids, cap, cache)
+        elif choice is not PreScan.SKIP:
+            raise ValueError(
+                f"pre_scan of the {self.policy.kind} policy must answer SKIP, SCAN or ExitAt, got {choice!r}"
+            )
         return Draft(depth, [hidden])
 
-    def _burst(self, draft: Draft, ids: list[int], cap: int, cache: object) -> Draft:
+    def _burst(self, draft: Draft, ids: list[int], cap: int, cache: KVCache) -> Draft:
         """Draft on at the exit layer until the policy stops, the cap is reached or the text ends."""
         layer = draft.exit_layer
         while draft.tokens[-1] not in self.eos:
-            self.meter.enter("draft")
             n_drafted = len(draft.tokens)
-            block = self.model.block(cache, len(ids) - 1 + n_drafted, 1)  # type: ignore[arg-type]
+            block = self.model.block(cache, len(ids) - 1 + n_drafted, 1)
             hidden = self.model.embed(self._ids(draft.tokens[-1]), block)
             hidden = self.model.run_layers(hidden, 0, layer, block)
             draft.states.append(hidden)
             if n_drafted == cap:  # unasked, so that the bonus token exists
                 break
-            if self.features is None:
-                if not self._ask_draft(layer, n_drafted, _NO_FEATURES):
-                    break
-                logits, surprisal, _ = self._read(hidden, layer, observe=False)
-            else:
-                logits, surprisal, observation = self._read(hidden, layer)
-                if not self._ask_draft(layer, n_drafted, observation):
-                    break
-            self._add(draft, logits, surprisal, ids)
+            read = self._ask(self.policy.draft, hidden, layer, n_drafted)
+            if read is None:
+                break
+            self._add(draft, read, ids)
         return draft
 
-    def _add(self, draft: Draft, logits: torch.Tensor, surprisal: float, ids: list[int]) -> None:
+    def _ask(
+        self, decide: Callable[[LayerState], bool], hidden: torch.Tensor, layer: int, n_drafted: int
+    ) -> _HeadRead | None:
+        """Ask the policy at a layer: the head read to draft from, or None when it does not exit.
+
+        A head read only pays if the policy looks at it, or when it drafts.
+        """
+        read, observation = None, _NO_FEATURES
+        if self.features is not None:
+            read = self._read(hidden)
+            self.meter.enter("inspect")
+            values = primitives(read.logits, self.features.top_k)
+            # one transfer from the device for all that a decision needs
+            confidence, entropy, top1 = torch.stack([values.confidence, values.entropy, values.top1]).tolist()
+            read.surprisal = -top1
+            trace = self.trace.value() if self.trace is not None else 0.0
+            observation = self.features.observe(
+                confidence, entropy, trace, layer, self.model.n_layers, self.model.vocab_size
+            )
+        self.meter.enter("policy")
+        wanted = decide(LayerState(layer, n_drafted, observation))
         self.meter.enter("draft")
-        token, q = self.chooser.choose(logits, [*ids, *draft.tokens] if self.chooser.processors else ())
+        if not wanted:
+            return None
+        return read if read is not None else self._read(hidden)
+
+    def _read(self, hidden: torch.Tensor) -> _HeadRead:
+        self.meter.head_reads += 1
+        return _HeadRead(self.model.head(hidden)[0, -1])
+
+    def _add(self, draft: Draft, read: _HeadRead, ids: list[int]) -> None:
+        """Draw a token from a head read, and leave its position here."""
+        token, q = self.chooser.choose(read.logits, [*ids, *draft.tokens] if self.chooser.processors else ())
         draft.tokens.append(token)
         draft.distributions.append(q)
         if self.trace is not None:
-            self.trace.push(surprisal)
-
-    def _read(
-        self, hidden: torch.Tensor, layer: int, observe: bool = True
-    ) -> tuple[torch.Tensor, float, np.typing.NDArray[np.float32]]:
-        """A head read: logits `(vocabulary,)`, -log top-1 probability, and the observation if wanted."""
-        self.meter.head_reads += 1
-        logits = self.model.head(hidden)[0, -1]
-        if self.features is None or not (observe or self.trace is not None):
-            return logits, 0.0, _NO_FEATURES
-        self.meter.enter("inspect")
-        read = primitives(logits, self.features.top_k)
-        # one transfer from the device for all that a decision needs
-        confidence, entropy, top1 = torch.stack([read.confidence, read.entropy, read.top1]).tolist()
-        trace = self.trace.value() if self.trace is not None else 0.0
-        observation = self.features.observe(
-            confidence, entropy, trace, layer, self.model.n_layers, self.model.vocab_size
-        )
-        return logits, -top1, observation
-
-    def _ask_scan(self, layer: int, observation: np.typing.NDArray[np.float32]) -> bool:
-        self.meter.enter("policy")
-        return bool(self.policy.scan(LayerState(layer, 0, observation)))
-
-    def _ask_draft(self, layer: int, n_drafted: int, observation: np.typing.NDArray[np.float32]) -> bool:
-        self.meter.enter("policy")
-        return bool(self.policy.draft(LayerState(layer, n_drafted, observation)))
+            self.trace.push(surprisal(read.logits) if read.surprisal is None else read.surprisal)
 
     def _ids(self, token: int) -> torch.Tensor:
         return torch.tensor([[token]], device=self.model.device)

@@ -24,7 +24,10 @@ class Divergence:
     position: int
     """Index of the first new token that differs."""
     margin: float
-    """Top-2 margin of the plain run there, as a share of its largest logit."""
+    """How far the less likely of the two tokens is below the plain run's best there, as a share of its largest logit.
+
+    That is the top-2 margin, unless one of the texts holds a token that is neither of the two.
+    """
     tie: bool
     """Whether the margin is within the noise of the model's dtype."""
 
@@ -47,7 +50,7 @@ def compare(
     with torch.inference_mode():
         ids = torch.tensor([[*prompt, *wanted[:position]]], device=model.device)
         logits = model.hf_model(ids).logits[0, -1].double()
-    best, second = logits.topk(2).values.tolist()
-    margin = (best - second) / float(logits.abs().max())
+    apart = [text[position] for text in (found, wanted) if position < len(text)]
+    margin = float(logits.max() - logits[apart].min()) / float(logits.abs().max())
     # one text being a prefix of the other is no matter of rounding
     return Divergence(position, margin, position < shorter and margin < NOISE.get(model.dtype, 0.0))

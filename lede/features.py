@@ -21,6 +21,9 @@ import torch
 MAX_CONFIDENCE = 50.0
 """Upper bound of `confidence` and `trace`, in nats; larger values are clipped."""
 
+MAX_SURPRISAL = 1e4
+"""Upper bound of -log probability in the primitives, in nats; a banned token has no more."""
+
 FEATURE_NAMES = ("confidence", "entropy", "trace", "depth")
 
 
@@ -83,7 +86,8 @@ class Primitives:
     """What one head read says about the next token, each `(...)`, float32 but for `token`."""
 
     confidence: torch.Tensor
-    """C_k = -(1/k) sum of log p over the k likeliest tokens; large when the distribution is peaked and k > 1."""
+    """C_k = -(1/k) sum of log p over the k likeliest tokens, at most `MAX_CONFIDENCE`; large when the distribution is
+    peaked and k > 1."""
     entropy: torch.Tensor
     """H = -sum p log p, in nats."""
     top1: torch.Tensor
@@ -103,12 +107,18 @@ def primitives(logits: torch.Tensor, top_k: int = 5) -> Primitives:
     # masked vocabulary entries may be -inf, where p log p is 0, not NaN
     entropy = -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)
     return Primitives(
-        confidence=-top[..., :k].mean(-1).float(),
+        confidence=(-top[..., :k].mean(-1)).clamp_max(MAX_CONFIDENCE).float(),  # -inf logits would make it infinite
         entropy=entropy.float(),
         top1=top[..., 0].float(),
-        top2=top[..., min(1, top.shape[-1] - 1)].float(),
+        top2=top[..., min(1, top.shape[-1] - 1)].clamp_min(-MAX_SURPRISAL).float(),
         token=logits.argmax(-1),
     )
+
+
+def surprisal(logits: torch.Tensor) -> float:
+    """-log probability of the likeliest token of raw logits `(vocabulary,)`, in nats."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return float(torch.logsumexp(wide, dim=-1) - wide.max())
 
 
 class ConfidenceTrace:

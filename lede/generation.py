@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, Protocol
 
 import torch
@@ -27,6 +29,18 @@ _HARMLESS = {
     "_from_model_config",
     "cache_implementation",
 }
+_NEUTRAL: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "typical_p": 1.0,
+}
+"""Values that change nothing, which checkpoints often spell out; False is one for every switch."""
 _PENALTIES = (
     "repetition_penalty",
     "encoder_repetition_penalty",
@@ -89,8 +103,14 @@ class GenerateConfig:
     """Ids that end the text; None for the model's own, an empty sequence for none."""
 
     def __post_init__(self) -> None:
+        try:
+            operator.index(self.max_new_tokens)
+        except TypeError:
+            raise ValueError(f"max_new_tokens must be a whole number, got {self.max_new_tokens!r}") from None
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.seed < 0 or self.stream < 0:
+            raise ValueError(f"seed and stream must be at least 0, got {self.seed} and {self.stream}")
 
     @property
     def warp(self) -> Warp:
@@ -118,7 +138,8 @@ def generate(
         model: From `lede.load_model`.
         prompt: Text, encoded by the model's tokenizer as the tokenizer is configured (BOS included where it adds one).
         input_ids: Token ids `(1, prompt)` or `(prompt,)` instead of text.
-        policy: Who decides when to exit; None decodes plainly on the same engine.
+        policy: Who decides when to exit; None decodes plainly on the same engine. What it keeps between calls (the
+            luck of a random policy) it keeps until its `reset()`.
         generation_config: transformers settings; max_new_tokens, eos_token_id, do_sample, temperature, top_k and top_p
             are understood, any other that would change the text is refused by name.
         logits_processor: transformers logits processors, applied to draft and whole model alike.
@@ -130,6 +151,12 @@ def generate(
         ValueError: An argument is unusable, the policy belongs to another model, or prompt and budget don't fit into
             the model's positions.
     """
+    if not isinstance(model, EarlyExitModel):
+        raise ValueError(
+            f"model must come from lede.load_model, got {type(model).__name__}; wrap it: load_model((m, t))"
+        )
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"policy must be a policy or None, got {type(policy).__name__}; lede.parse_policy reads names")
     config = _merge(generation_config, settings)
     ids = _prompt_ids(model, prompt, input_ids)
     if len(ids) + config.max_new_tokens > model.max_positions:
@@ -173,8 +200,9 @@ def _merge(generation_config: GenerationConfig | None, settings: dict[str, Any])
         raise ValueError(f"generate does not know {', '.join(unknown)}; its settings are {known}")
     merged: dict[str, Any] = {}
     if generation_config is not None:
-        given = generation_config.to_diff_dict()
-        odd = sorted(name for name, value in given.items() if name not in _UNDERSTOOD | _HARMLESS and value is not None)
+        odd = sorted(set(_acting(generation_config)) - _UNDERSTOOD - _HARMLESS)
+        if "max_length" in odd and (generation_config.max_new_tokens or "max_new_tokens" in settings):
+            odd.remove("max_length")  # transformers too prefers max_new_tokens
         if odd:
             raise ValueError(f"generation_config sets {', '.join(odd)}, which lede does not support; leave it out")
         if generation_config.do_sample:
@@ -191,6 +219,12 @@ def _merge(generation_config: GenerationConfig | None, settings: dict[str, Any])
     return config
 
 
+def _acting(config: GenerationConfig) -> dict[str, Any]:
+    """What a transformers generation config sets, but for values that change nothing."""
+    given = config.to_diff_dict().items()
+    return {name: v for name, v in given if v is not None and v is not False and v != _NEUTRAL.get(name)}
+
+
 def _prompt_ids(model: EarlyExitModel, prompt: str | None, input_ids: torch.Tensor | Sequence[int] | None) -> list[int]:
     if (prompt is None) == (input_ids is None):
         raise ValueError("give either a prompt or input_ids")
@@ -201,7 +235,12 @@ def _prompt_ids(model: EarlyExitModel, prompt: str | None, input_ids: torch.Tens
             raise ValueError(f"the prompt must be text, got {type(prompt).__name__}; call generate once a prompt")
         ids = list(model.tokenizer(prompt)["input_ids"])
     else:
-        tensor = torch.as_tensor(input_ids)
+        try:
+            tensor = torch.as_tensor(input_ids)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(
+                f"input_ids must be token ids, (1, prompt) or (prompt,), got {type(input_ids).__name__} that is none"
+            ) from None
         if tensor.dim() == 2 and tensor.shape[0] == 1:
             tensor = tensor[0]
         if tensor.dim() != 1:
@@ -221,16 +260,16 @@ def _prompt_ids(model: EarlyExitModel, prompt: str | None, input_ids: torch.Tens
 def _eos(model: EarlyExitModel, config: GenerateConfig) -> frozenset[int]:
     if config.eos_token_id is None:
         return frozenset(model.eos_token_ids)
-    given: Iterable[int] = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id
-    return frozenset(int(i) for i in given)
+    given: Any = config.eos_token_id
+    return frozenset(int(i) for i in ([given] if isinstance(given, Integral) else given))
 
 
 def _warn_ignored(model: EarlyExitModel) -> None:
     own = getattr(model.hf_model, "generation_config", None)
     if own is None:
         return
-    given = own.to_diff_dict()
-    ignored = [f"{name}={given[name]}" for name in _PENALTIES if given.get(name) is not None]
+    given = _acting(own)
+    ignored = [f"{name}={given[name]}" for name in _PENALTIES if name in given]
     if ignored:
         warnings.warn(
             f"the model's generation config sets {', '.join(ignored)}, which lede ignores; pass a generation_config to "

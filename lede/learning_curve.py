@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from lede.atomic import write_atomically
 from lede.rewards import EXIT
-from lede.run_folder import write_atomically
 
 if TYPE_CHECKING:
     from lede.buffers.records import PromptRollout, PromptTrace
@@ -135,7 +135,7 @@ class LearningCurve:
 
         self.points = list(resumed)
         self._path = folder / "learning_curve.jsonl"
-        purge_step = self.points[-1].step + 1 if self.points else None
+        purge_step = self.points[-1].step + 1 if self.points else 0
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def add(self, point: CurvePoint) -> None:

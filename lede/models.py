@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers.utils import logging
 
@@ -118,13 +119,15 @@ class EarlyExitModel:
     """
 
     def __init__(self, hf_model: Any, tokenizer: Any = None, name: str | None = None) -> None:
-        self.config = hf_model.config.get_text_config()
+        self.config = hf_model.config
         self.family = check_supported(self.config)
-        if hf_model.training and any(m.p > 0 for m in hf_model.modules() if isinstance(m, nn.Dropout)):
-            raise ValueError("the model is in training mode and has dropout; call model.eval() first")
-        self.attention = str(getattr(self.config, "_attn_implementation", None) or "eager")
-        if self.attention not in ("sdpa", "eager"):
-            raise UnsupportedModelError(f"attention '{self.attention}' is not supported; load with 'sdpa' or 'eager'")
+        if hf_model.training and _trains_otherwise(hf_model):
+            raise ValueError(
+                "the model is in training mode and has dropout or gradient checkpointing; call model.eval() first"
+            )
+        if hf_model.get_output_embeddings() is None:
+            raise UnsupportedModelError(f"{type(hf_model).__name__} has no LM head; load it as a causal language model")
+        _ = self.attention
         self.hf_model = hf_model
         self.tokenizer = tokenizer
         self.name = name or type(hf_model).__name__
@@ -143,6 +146,18 @@ class EarlyExitModel:
         self.windows = [window if t == "sliding_attention" else None for t in self.layer_types]
         arguments = inspect.signature(self._layers[0].forward).parameters
         self._cache_argument = next(a for a in _CACHE_ARGUMENTS if a in arguments)
+
+    @property
+    def attention(self) -> str:
+        """The attention that transformers runs, "sdpa" or "eager"; it can be switched on the transformers model.
+
+        Raises:
+            UnsupportedModelError: It is another one.
+        """
+        name = str(getattr(self.config, "_attn_implementation", None) or "eager")
+        if name not in ("sdpa", "eager"):
+            raise UnsupportedModelError(f"attention '{name}' is not supported; load with 'sdpa' or 'eager'")
+        return name
 
     @property
     def vocab_size(self) -> int:
@@ -268,6 +283,13 @@ def _default_type(family: Family, window: int | None) -> str:
     return "sliding_attention" if family.sliding and window is not None else "full_attention"
 
 
+def _trains_otherwise(hf_model: Any) -> bool:
+    """Whether training mode changes what the layers do: dropout, or checkpointing, which leaves the cache out."""
+    dropout = [m.p for m in hf_model.modules() if isinstance(m, nn.Dropout)]
+    dropout.append(getattr(hf_model.config, "attention_dropout", 0))  # called as a function in most families
+    return any(dropout) or any(getattr(module, "gradient_checkpointing", False) for module in hf_model.modules())
+
+
 def _causal(queries: torch.Tensor, slots: torch.Tensor, window: int | None) -> torch.Tensor:
     visible = slots <= queries
     return visible if window is None else visible & (slots > queries - window)
@@ -321,21 +343,26 @@ def load_model(
     if gguf_file is not None:
         where["gguf_file"] = gguf_file
     try:
-        check_supported(AutoConfig.from_pretrained(source, **where).get_text_config())
+        check_supported(AutoConfig.from_pretrained(source, **where))
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
         on_cpu = device is None or torch.device(device).type == "cpu"
         if dtype is None:
             dtype = torch.float32 if on_cpu and "device_map" not in from_pretrained else "auto"
         elif isinstance(dtype, str) and dtype != "auto":
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ValueError(f"there is no dtype '{dtype}'; float32 and bfloat16 are two")
             dtype = getattr(torch, dtype)
         with _quiet() if str(model) == "demo" else nullcontext():
             hf_model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **where, **from_pretrained)
+        if device is not None:
+            hf_model.to(torch.device(device))  # type: ignore[arg-type]  # typed for PreTrainedModel by transformers
+    except UnsupportedModelError:
+        raise
     except ImportError as error:
         hint = "; pip install 'lede-rl[gguf]'" if gguf_file else ""
         raise ValueError(f"cannot load model '{model}': {error}{hint}") from error
-    except (OSError, AttributeError, RuntimeError) as error:
+    # torch says by an assertion that it has no such device; transformers says by ValueError what a folder lacks
+    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"cannot load model '{model}': {first_line}") from error
-    if device is not None:
-        hf_model.to(torch.device(device))  # type: ignore[arg-type]  # typed for PreTrainedModel by transformers
     return EarlyExitModel(hf_model.eval(), tokenizer, str(model))

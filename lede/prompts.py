@@ -49,7 +49,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     if path.suffix not in (".jsonl", ".txt"):
         raise ValueError(f"prompts must be a .jsonl or .txt file, got '{path}'")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ValueError(f"cannot read prompts '{path}': {error.strerror}") from error
     except UnicodeDecodeError as error:

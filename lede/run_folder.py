@@ -5,24 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, or a crash at any moment, finds the old content or the new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # a temporary file is private
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+from lede.atomic import write_atomically
 
 
 class RunFolder:

@@ -62,7 +62,7 @@ class TrainConfig:
     min_exits: int = 100
     """Exits that the buffer must hold at every candidate."""
     holdout: float = 0.1
-    """Share of the buffer's prompts held out for the learning curve when there is no validation store."""
+    """Share of the buffer's prompts held out for the learning curve without a validation store; 0 scores on all."""
     keep: Literal["last", "best"] = "last"
     """Freeze the last policy, or the best on the curve, which on a few thousand tokens is mostly the luckiest."""
     eval_interval: int = 500
@@ -113,7 +113,8 @@ def train(
         The frozen policy, bound to the model that the buffer was collected from; also in `out/policy`.
 
     Raises:
-        ValueError: The settings, the data or what lies in `out` can't be used, or the loss became infinite or NaN.
+        ValueError: The settings, the device, the data or what lies in `out` can't be used, or the loss became infinite
+            or NaN.
     """
     from lede.buffers.store import open_store
     from lede.training_data import load_data
@@ -126,6 +127,7 @@ def train(
         buffer = open_store(config.buffer)
     if validation is None and config.validation is not None:
         validation = open_store(config.validation)
+    _check_device(config.device)
     data = load_data(config, buffer, validation)
     saved = folder.last_checkpoint() if config.resume else None
     if saved is not None:
@@ -145,6 +147,15 @@ def fixed_settings(config: TrainConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(values)))
 
 
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # an assertion where torch was built without CUDA
+        raise ValueError(f"cannot train on device '{device}': {str(error).strip().splitlines()[0]}") from error
+
+
 def _check_resumable(config: TrainConfig, digest: str, saved: dict[str, Any], out: str) -> None:
     then, now = json.loads(saved["settings"]), fixed_settings(config)
     odd = [f"{name}: {then.get(name)} / {now.get(name)}" for name in {**then, **now} if then.get(name) != now.get(name)]
@@ -155,8 +166,8 @@ def _check_resumable(config: TrainConfig, digest: str, saved: dict[str, Any], ou
         )
     if saved["digest"] != digest:
         raise ValueError(
-            f"the transitions are not those that {out} was trained on: the buffer has changed since. Train in another "
-            "folder"
+            f"{out} was trained on other data: the buffer or the validation store has changed since. Give the same, or "
+            "train in another folder"
         )
     if saved["step"] > config.steps:
         raise ValueError(f"{out} has had {saved['step']} updates already, more than steps = {config.steps}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from lede.fingerprints import compare_fingerprints
 from lede.seeding import Purpose, numpy_stream
 from lede.transitions import Transitions
 
@@ -100,10 +101,15 @@ def _transition_stores(config: TrainConfig, buffer: TransitionStore | TraceStore
 
 
 def _hold_out(config: TrainConfig, buffer: TransitionStore | TraceStore) -> tuple[int, ...]:
-    indices = np.asarray([record.prompt_index for record in buffer.prompts if record.n_rows])
-    n_held = min(round(config.holdout * indices.size) or 1, indices.size - 1) if config.holdout > 0 else 0
-    rng = numpy_stream(config.seed, Purpose.TRAINING, _HOLDOUT_STREAM)
-    return tuple(sorted(rng.permutation(indices)[: max(n_held, 0)].tolist()))
+    """A share of the texts; a prompt that comes again goes where its first copy goes."""
+    copies: dict[bytes, list[int]] = {}
+    for record in buffer.prompts:
+        if record.n_rows:
+            copies.setdefault(record.prompt_ids.tobytes(), []).append(record.prompt_index)
+    groups = list(copies.values())
+    n_held = min(round(config.holdout * len(groups)) or 1, len(groups) - 1) if config.holdout > 0 else 0
+    order = numpy_stream(config.seed, Purpose.TRAINING, _HOLDOUT_STREAM).permutation(len(groups))
+    return tuple(sorted(index for i in order[: max(n_held, 0)] for index in groups[i]))
 
 
 def _check_finite(store: TransitionStore | TraceStore) -> None:
@@ -148,9 +154,9 @@ def _check_validation(buffer: TransitionStore | TraceStore, validation: Transiti
         for name in ("n_layers", "vocab_size", "temperature", "top_k", "top_p")
     }
     pairs["features.top_k"] = (ours.features.top_k, theirs.features.top_k)
-    for part in ("architecture", "tokenizer"):
-        pairs[f"fingerprint.{part}"] = (ours.fingerprint.get(part), theirs.fingerprint.get(part))
     odd = [f"{name}: {mine} / {other}" for name, (mine, other) in pairs.items() if mine != other]
+    if ours.fingerprint and theirs.fingerprint:  # stores made by hand may have none
+        odd += [f"fingerprint: {phrase}" for phrase in compare_fingerprints(ours.fingerprint, theirs.fingerprint)]
     if odd:
         raise ValueError(
             f"validation was collected differently from the buffer (buffer / validation): {'; '.join(odd)}"

@@ -5,7 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 NEEDS = {
-    "d3rlpy": ("lede/test_training*.py", "buffers/test_d3rlpy_view.py", "test_demo.py", "test_readme.py"),
+    "d3rlpy": (
+        *("lede/test_training*.py", "lede/test_benchmark.py", "lede/test_cli.py", "buffers/test_d3rlpy_view.py"),
+        *("test_demo.py", "test_readme.py"),
+    ),
     "gymnasium": ("envs/*", "collectors/*"),
     "zarr": ("buffers/*", "collectors/*"),
 }

@@ -40,6 +40,15 @@ def test_demo_does_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (foreign / "thesis.tex").read_text() == "precious"
 
 
+def test_stores_and_runs_of_the_user_are_not_replaced(tmp_path: Path) -> None:
+    for name in ("traces.zarr", "run"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    assert main(["demo", "--quick", "--out", str(tmp_path)]) == 2
+    assert (tmp_path / "traces.zarr" / "mine").exists()
+    assert (tmp_path / "run" / "mine").exists()
+
+
 def test_prompts_of_the_splits_are_disjoint() -> None:
     entries = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     assert len({entry["prompt"] for entry in entries}) == len(entries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -85,24 +86,21 @@ def test_metadata_keeps_serving_light(wheel: Path) -> None:
     assert "lede = lede.cli:main" in scripts
 
 
-def test_an_installed_wheel_decodes_elsewhere(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
+def test_an_installed_wheel_runs_the_demo_elsewhere(wheel: Path, tmp_path: Path) -> None:
+    site, out = tmp_path / "site", tmp_path / "demo"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*install, str(wheel)], check=True)
-    program = (
-        "import lede, lede.envs, lede.buffers, lede.collectors\n"
-        "model = lede.load_model('demo')\n"
-        "plain = lede.generate(model, 'def area(', max_new_tokens=12)\n"
-        "early = lede.generate(model, 'def area(', policy=lede.StaticPolicy(exit_layer=4, draft_length=4),"
-        " max_new_tokens=12)\n"
-        "assert early.sequences.tolist() == plain.sequences.tolist()\n"
-        "assert early.stats.drafted > 0\n"
-        "print(lede.__file__, lede.envs.__file__, sep='\\n')\n"
-    )
-    # -P and the target folder first: neither this checkout nor an editable install of it can be what is imported
-    run = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(
-        run, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert [Path(line).parent for line in done.stdout.split()] == [site / "lede", site / "lede" / "envs"]
+    # the target folder comes first: neither this checkout nor an editable install of it can be what is imported
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    where = "import lede, lede.envs; print(lede.__file__, lede.envs.__file__, sep='\\n')"
+    for command in (
+        [sys.executable, "-P", "-c", where],
+        [str(site / "bin" / "lede"), "demo", "--quick", "--out", str(out)],
+    ):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        if command[-1] == where:
+            assert [Path(line).parent for line in done.stdout.split()] == [site / "lede", site / "lede" / "envs"]
+    rows = {row["name"]: row for row in json.loads((out / "report.json").read_text())["rows"]}
+    assert rows["learned"]["exact"] in ("yes", "ties")
+    assert rows["best static"]["acceptance_rate"] > 0

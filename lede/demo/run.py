@@ -78,7 +78,10 @@ LEARNED = "learned"
 FULL = Sizes(104, 16, 8, 24, 96, 4000, (3, 5, 8))
 QUICK = Sizes(24, 4, 2, 6, 48, 800, (4,))
 
-_OURS = ("traces.zarr", "validation.zarr", "rollouts.zarr", "run")
+_OURS = ("traces.zarr", "validation.zarr", "rollouts.zarr", "run", "policy")
+
+_MARK = ".lede-demo"
+"""File that tells a demo's folder, in which `_OURS` may be replaced, from one with stores and runs of the user's."""
 
 
 def demo(config: DemoConfig) -> dict[str, Any]:
@@ -160,11 +163,12 @@ def _prepare(out: Path) -> Path:
     """Make the folder, and clear an earlier demo's results from it."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; give a folder as --out")
-    if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in _OURS):
+    if out.exists() and any(out.iterdir()) and not (out / _MARK).exists():
         raise ValueError(f"{out} holds something that no demo wrote; give a new or empty folder as --out")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / _MARK).touch()
     for name in _OURS:
         shutil.rmtree(out / name, ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
     return out
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zarr
 
-from lede.buffers import StoreError, StoreWriter, open_store, prompts_digest, writer
+from lede.buffers import StoreError, StoreWriter, open_store, prompts_digest, same_record, writer
 from lede.features import FeatureConfig
 from lede.rewards import RewardConfig
 from tests.buffers.samples import make_rollout, make_trace, settings
@@ -153,7 +153,7 @@ def test_leftovers_of_ended_writers_are_removed(tmp_path: Path, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("lede.buffers.shards.replace_file", fail)
+    monkeypatch.setattr("lede.buffers.shards.write_atomically", fail)
     with pytest.raises(OSError, match="disk full"):
         out.commit()
     (left,) = writer.leftovers(path)
@@ -173,6 +173,55 @@ def test_leftovers_of_ended_writers_are_removed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.undo()
     out.commit()  # nothing was lost by the failure
     assert open_store(path, verify=True).prompt_indices == (0,)
+
+
+def test_what_is_committed_while_leftovers_are_looked_for_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.zarr"
+    out = StoreWriter.open(path, settings())
+    out.add(make_trace(0))
+
+    def ends_now(shard: str) -> bool:
+        """The other writer commits and ends between two looks at the store."""
+        for file in tmp_path.glob("*.json"):
+            file.rename(path / "commits" / file.name)
+        return True
+
+    out.commit()
+    (record,) = (path / "commits").iterdir()
+    record.rename(tmp_path / record.name)
+    monkeypatch.setattr(writer, "_is_abandoned", ends_now)
+    StoreWriter.open(path, settings())
+    assert open_store(path, verify=True).prompt_indices == (0,)
+
+
+# Forks four processes that write to one store at once, 1,000 rows each.
+WORKERS = """
+import os, sys
+from lede.buffers import StoreWriter
+from tests.buffers.samples import make_trace, settings
+
+children = []
+for worker in range(4):
+    pid = os.fork()
+    if pid == 0:
+        with StoreWriter.open(sys.argv[1], settings(), shard_prompts=5) as out:
+            for i in range(10):
+                out.add(make_trace(10 * worker + i, n_tokens=101))
+        os._exit(0)
+    children.append(pid)
+sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_no_row_of_many_workers_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "t.zarr"
+    subprocess.run([sys.executable, "-c", WORKERS, str(path)], cwd=Path(__file__).parents[2], check=True)
+    store = open_store(path, verify=True)
+    assert (store.n_rows, store.n_shards, store.duplicates) == (4000, 8, 0)
+    assert all(same_record(trace, make_trace(trace.prompt_index, n_tokens=101)) for trace in store)
 
 
 def test_digest_of_prompts_tells_where_one_ends() -> None:

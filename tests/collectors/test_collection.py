@@ -13,7 +13,7 @@ from lede.buffers import StoreError, StoreSettings, TraceStore, TransitionStore,
 from lede.checkpoint import save_policy
 from lede.collectors import CollectConfig, CollectProgress, collect
 from lede.models import DEMO_FOLDER
-from lede.policies import LearnedPolicy
+from lede.policies import LearnedPolicy, StaticPolicy
 from tests.tiny_models import prompt, tiny_model
 
 MODEL = tiny_model("llama")
@@ -103,6 +103,13 @@ def test_more_episodes_than_prompts_need_cycle(tmp_path: Path) -> None:
     assert not same_record(records[0], replace(records[2], prompt_index=0))  # other streams
 
 
+def test_only_the_prompts_in_use_have_to_fit(tmp_path: Path) -> None:
+    prompts = [*PROMPTS[:2], prompt(0, 255)]
+    assert len(open_store(collect(config(tmp_path / "s", episodes=2), MODEL, prompts))) == 2
+    with pytest.raises(ValueError, match="prompt 3 has 255 tokens"):
+        collect(config(tmp_path / "s"), MODEL, prompts)
+
+
 def test_an_interrupted_collection_is_sound_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +153,11 @@ def test_a_saved_policy_is_recorded_with_its_digest(tmp_path: Path) -> None:
     save(2.0)
     with pytest.raises(ValueError, match="explore: "):
         collect(settings, MODEL, PROMPTS)
+    save_policy(StaticPolicy(exit_layer=1), tmp_path / "policy")  # a policy without weights
+    collect(replace(settings, out=tmp_path / "t"), MODEL, PROMPTS)
+    save_policy(StaticPolicy(exit_layer=2), tmp_path / "policy")
+    with pytest.raises(ValueError, match="explore: "):
+        collect(replace(settings, out=tmp_path / "t"), MODEL, PROMPTS)
 
 
 @pytest.mark.parametrize(

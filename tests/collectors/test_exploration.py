@@ -79,6 +79,17 @@ def test_a_policy_with_luck_does_not_depend_on_the_batch() -> None:
     assert set(plans(together)) == {0, 1, 2, 4}
 
 
+def test_a_policys_luck_comes_from_its_own_seed_and_the_rollouts() -> None:
+    def played(policy_seed: int, seed: int) -> list[list[int]]:
+        explorer = Explorer(MODEL, RULES, seed, RandomPolicy(seed=policy_seed))
+        found = collect_rollout(MODEL, PROMPTS[:3], RULES, explorer, batch_size=1)
+        return [plans([rollout]) for rollout in found]
+
+    assert played(4, 0) == played(4, 0)
+    assert played(4, 1) != played(4, 0)
+    assert played(5, 0)[:2] != played(4, 0)[1:]  # a neighbouring seed is not the same luck one prompt later
+
+
 def test_a_policy_is_told_how_it_fared() -> None:
     states = []
 

@@ -105,6 +105,10 @@ def test_a_tie_is_told_from_a_failure() -> None:
         assert apart is not None
         assert apart.position == at
         assert apart.tie == tie
+        third = next(token for token in range(128) if token not in (twin, wanted[at], other))
+        wrong = compare(model, prompt(0, 5), [*wanted[:at], third, *wanted[at + 1 :]], wanted)
+        assert wrong is not None
+        assert not wrong.tie  # a token that is neither of the two is no matter of rounding
     assert compare(model, prompt(0, 5), wanted, wanted) is None
 
 

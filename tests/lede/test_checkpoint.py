@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import ModelCard
 
 import lede.checkpoint
+from lede.atomic import write_atomically
 from lede.checkpoint import load_policy, push_to_hub, save_policy
 from lede.features import FeatureConfig
 from lede.policies import (
@@ -232,7 +233,7 @@ def test_an_interrupted_save_never_mixes_two_policies(
     old = learned(seed=1)
     save_policy(old, tmp_path / "over")
     (tmp_path / "over" / "notes.txt").write_text("mine")
-    real = lede.checkpoint._replace
+    real = write_atomically
     written: list[str] = []
 
     def dying(path: Path, content: bytes) -> None:
@@ -241,7 +242,7 @@ def test_an_interrupted_save_never_mixes_two_policies(
         written.append(path.name)
         real(path, content)
 
-    monkeypatch.setattr(lede.checkpoint, "_replace", dying)
+    monkeypatch.setattr(lede.checkpoint, "write_atomically", dying)
     for folder in ("over", "fresh"):
         written.clear()
         with pytest.raises(KeyboardInterrupt):
@@ -263,7 +264,7 @@ def test_a_failing_disk_leaves_no_temporary_file(tmp_path: Path, monkeypatch: py
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lede.checkpoint.os.fsync", full)
+    monkeypatch.setattr("lede.atomic.os.fsync", full)
     with pytest.raises(ValueError, match=r"cannot write a policy to .*No space left on device"):
         save_policy(learned(), tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from lede.features import FeatureConfig
+from lede.features import FeatureConfig, default_candidates
 from lede.generation import GenerateOutput, generate
 from lede.models import EarlyExitModel, load_model
 from lede.policies import LearnedPolicy, Policy, RandomPolicy, StaticPolicy, ThresholdPolicy
 from lede.policies.base import LayerState, PreScan, PreScanState
 from tests.exactness import is_exact
-from tests.tiny_models import FAMILY_NAMES, N_LAYERS, plain_generate, prompt, tiny_model
+from tests.tiny_models import FAMILY_NAMES, N_LAYERS, plain_generate, prompt, tiny_hf_model, tiny_model
 
 BUDGETS = (1, 2, 13, 64)
 PROMPTS = ((0, 5), (1, 17))  # (seed, length); with windows of 8, one starts inside the window and one beyond it
@@ -39,8 +39,8 @@ class Probe(Policy):
 
     kind = "probe"
 
-    def __init__(self) -> None:
-        super().__init__(candidates=(1, 2, 3, 5))
+    def __init__(self, candidates: tuple[int, ...] = (1, 2, 3, 5)) -> None:
+        super().__init__(candidates=candidates)
         self.seen: list[np.ndarray] = []
 
     @property
@@ -49,7 +49,7 @@ class Probe(Policy):
 
     def scan(self, state: LayerState) -> bool:
         self.seen.append(state.observation)
-        return state.layer == 5
+        return state.layer == (self.config.candidates or ())[-1]
 
     draft = scan
 
@@ -63,14 +63,12 @@ def observations(family: str) -> np.ndarray:
     return np.stack(probe.seen)
 
 
-def learned(seed: int, family: str) -> LearnedPolicy:
-    """A network with random weights: an arbitrary function of the state."""
+def random_network(seed: int, seen: np.ndarray, candidates: tuple[int, ...] | None) -> LearnedPolicy:
+    """A network with random weights, an arbitrary function of states like those seen `(decision, feature)`."""
     rng = np.random.default_rng(seed)
-    seen = observations(family)
     sizes = [seen.shape[1], 16, 2]
     layers = [(rng.normal(size=(b, a)), rng.normal(size=b)) for a, b in pairwise(sizes)]
-    mean, std = seen.mean(0), seen.std(0)
-    return LearnedPolicy.from_network(layers, candidates=(1, 2, 3, 5), mean=mean, std=std)
+    return LearnedPolicy.from_network(layers, candidates=candidates, mean=seen.mean(0), std=seen.std(0))
 
 
 def policies(family: str) -> dict[str, Policy | None]:
@@ -82,7 +80,7 @@ def policies(family: str) -> dict[str, Policy | None]:
     every["threshold"] = ThresholdPolicy(measure="entropy", thresholds=entropy)
     for seed in range(3):
         every[f"random {seed}"] = RandomPolicy(seed=seed)
-        every[f"learned {seed}"] = learned(seed, family)
+        every[f"learned {seed}"] = random_network(seed, observations(family), (1, 2, 3, 5))
     return every
 
 
@@ -156,6 +154,28 @@ def test_end_of_sequence_at_every_position_of_a_block(family: str) -> None:
     assert len(positions) >= 3, positions
 
 
+def model_with_an_idle_last_layer() -> EarlyExitModel:
+    """Layer L-1 says what the whole model says: every draft from there is right."""
+    hf_model = tiny_hf_model("llama")
+    last = hf_model.model.layers[-1]
+    with torch.no_grad():
+        last.self_attn.o_proj.weight.zero_()
+        last.mlp.down_proj.weight.zero_()
+    return load_model((hf_model, None))
+
+
+@pytest.mark.parametrize("position", range(1, 8))
+def test_end_of_sequence_at_each_position_of_an_accepted_block(position: int) -> None:
+    """Six drafted tokens and the bonus; what stands before and after the EOS would be accepted as well."""
+    model = model_with_an_idle_last_layer()
+    texts = ((ids, plain_generate(model, ids, 8)) for ids in (prompt(seed, 9) for seed in range(30)))
+    ids, wanted = next((i, text) for i, text in texts if text[position] not in text[:position])
+    policy = StaticPolicy(exit_layer=N_LAYERS - 1, draft_length=6)
+    out = run(model, ids, policy, 64, eos_token_id=wanted[position])
+    assert out.sequences[0, len(ids) :].tolist() == wanted[: position + 1]
+    assert [(r.drafted, r.accepted) for r in out.rounds] == [(min(position, 6), min(position, 6))]
+
+
 def test_transformers_agrees_about_end_of_sequence() -> None:
     model = model_of("llama", torch.float64)
     ids = prompt(0, 5)
@@ -178,14 +198,7 @@ class FullDepthDraft(Policy):
 
 def test_identity_layer_makes_every_draft_right() -> None:
     """Drafting with what is the whole model but for an identity layer is accepted to the last token."""
-    from tests.tiny_models import tiny_hf_model
-
-    hf_model = tiny_hf_model("llama")
-    last = hf_model.model.layers[-1]
-    with torch.no_grad():
-        last.self_attn.o_proj.weight.zero_()
-        last.mlp.down_proj.weight.zero_()
-    model = load_model((hf_model, None))
+    model = model_with_an_idle_last_layer()
     out = run(model, prompt(2, 9), FullDepthDraft(candidates=(N_LAYERS - 1,)), 60)
     assert out.stats.acceptance_rate == 1.0
     assert out.sequences[0, 9:].tolist() == plain_generate(model, prompt(2, 9), 60)
@@ -217,8 +230,6 @@ def test_skip_costs_no_head_read() -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_sliding_windows_in_both_attentions(attention: str) -> None:
     """Bursts that cross the window, with the mask in either form."""
-    from tests.tiny_models import tiny_hf_model
-
     for family in ("mistral", "gemma3_text"):
         hf_model = tiny_hf_model(family, torch.float32, SEEDS.get(family, 0))
         hf_model.set_attn_implementation(attention)
@@ -231,18 +242,22 @@ def test_sliding_windows_in_both_attentions(attention: str) -> None:
 
 
 def test_bundled_model_in_float32() -> None:
+    """Plain, static at every layer, threshold, random and learned, on every budget."""
     model = load_model("demo")
+    probe = Probe(candidates=default_candidates(model.n_layers))
+    texts = ("def fibonacci(n):\n", "import os\n\n\nclass Folder:\n    ")
+    ids = [model.tokenizer(text)["input_ids"] for text in texts]
+    generate(model, input_ids=ids[0], policy=probe, max_new_tokens=32)
+    seen = np.stack(probe.seen)
+    every: list[Policy | None] = [None, ThresholdPolicy(), RandomPolicy(seed=0), RandomPolicy(seed=1)]
+    every += [StaticPolicy(exit_layer=layer, draft_length=3) for layer in range(1, model.n_layers)]
+    every += [random_network(seed, seen, probe.config.candidates) for seed in range(2)]
     ties = 0
-    for text in ("def fibonacci(n):\n", "import os\n\n\nclass Folder:\n    "):
-        ids = model.tokenizer(text)["input_ids"]
-        inputs = torch.tensor([ids])
-        wanted = model.hf_model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=64, do_sample=False
-        )[0, len(ids) :].tolist()
-        layers = model.n_layers
-        every: list[Policy | None] = [None, StaticPolicy(exit_layer=layers // 4, draft_length=4), ThresholdPolicy()]
-        every += [RandomPolicy(seed=0), StaticPolicy(exit_layer=layers - 1, draft_length=2)]
-        for policy in every:
-            out = run(model, ids, policy, 64)
-            ties += not is_exact(model, ids, out.sequences[0, len(ids) :].tolist(), wanted)
+    for prompt_ids, contenders, budgets in ((ids[0], every, BUDGETS), (ids[1], every[:4], (max(BUDGETS),))):
+        wanted = plain_generate(model, prompt_ids, max(BUDGETS), eos_token_id=list(model.eos_token_ids))
+        for policy in contenders:
+            for budget in budgets:
+                out = run(model, prompt_ids, policy, budget)
+                new = out.sequences[0, len(prompt_ids) :].tolist()
+                ties += not is_exact(model, prompt_ids, new, wanted[:budget])
     assert ties <= 1

@@ -6,14 +6,30 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, NoRepeatNGramLogitsProcessor, TextStreamer
+from transformers import (
+    BatchEncoding,
+    GenerationConfig,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    TextStreamer,
+)
 
 import lede
 from lede.generation import generate
 from lede.models import load_model
-from lede.policies import LearnedPolicy, RandomPolicy, StaticPolicy
+from lede.policies import (
+    ExitAt,
+    LearnedPolicy,
+    PreScan,
+    PreScanState,
+    RandomPolicy,
+    StaticPolicy,
+    ThresholdPolicy,
+)
+from tests.ending_models import layer_logits
 from tests.tiny_models import N_LAYERS, plain_generate, prompt, tiny_hf_model, tiny_model
 
 IDS = prompt(0, 7)
@@ -58,8 +74,70 @@ def test_stats_add_up() -> None:
     layers = [r.exit_layer for r in rounds for _ in range(r.drafted)]
     assert stats.mean_exit_layer == pytest.approx(sum(layers) / len(layers))  # type: ignore[arg-type]
     assert stats.head_reads >= stats.drafted
+    seconds = stats.seconds
+    assert seconds.total == pytest.approx(sum(stats.to_dict()["seconds"].values()))
     assert set(stats.to_dict()["seconds"]) == {"prefill", "draft", "inspect", "policy", "verify", "other"}
     assert all(value >= 0 for value in stats.to_dict()["seconds"].values())
+
+
+class Clock:
+    """Time that only passes inside a head read of one position, a second each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hf_model: Any) -> None:
+        self.now = 0.0
+        hf_model.lm_head.register_forward_hook(self._tick)
+        monkeypatch.setattr("lede.statistics.time.perf_counter", lambda: self.now)
+
+    def _tick(self, _: Any, args: tuple[torch.Tensor], __: Any) -> None:
+        self.now += args[0].shape[1] == 1
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["blind", "looking"])
+def test_head_reads_are_booked_on_the_draft_and_the_scan(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never on the policy's decisions, whether it looks at what was read or not."""
+    hf_model = tiny_hf_model("llama")
+    model = load_model((hf_model, None))
+    Clock(monkeypatch, hf_model)
+    policy = ThresholdPolicy(candidates=(1, 3), thresholds=(1.0, 0.0)) if looks else RandomPolicy(seed=0)
+    out = generate(model, input_ids=IDS, policy=policy, max_new_tokens=40)
+    seconds = out.stats.seconds
+    assert seconds.policy == 0
+    assert seconds.draft + seconds.inspect == out.stats.head_reads
+    assert seconds.inspect == (2 * sum(r.drafted > 0 for r in out.rounds) if looks else 0)
+
+
+class Watcher(StaticPolicy):
+    """Drafts as the static policy does, looks at nothing, and remembers the trace."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.traces: list[float] = []
+
+    @property
+    def uses_trace(self) -> bool:
+        return True
+
+    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
+        self.traces.append(state.trace)
+        return super().pre_scan(state)
+
+
+def test_trace_before_a_round_is_what_the_positions_so_far_were_left_with() -> None:
+    """Against transformers' hidden states: the exit layer where it drafted, L elsewhere, nothing past a rejection."""
+    model, layer = tiny_model("llama"), 3
+    policy = Watcher(exit_layer=layer, draft_length=4)
+    out = generate(model, input_ids=IDS, policy=policy, max_new_tokens=40)
+    surprisal = -torch.log_softmax(layer_logits(model, out.sequences[0].tolist()), -1).amax(-1)  # (layer, position)
+    left: list[float] = []
+    wanted: list[float] = []
+    for r in out.rounds:
+        wanted.append(sum(left[-8:]) / len(left[-8:]) if left else float(surprisal[-1, len(IDS) - 1]))
+        start = len(IDS) + len(left)
+        at = [layer if i < r.drafted else N_LAYERS for i in range(len(r.tokens))]
+        left += [float(surprisal[depth - 1, start + i]) for i, depth in enumerate(at)]
+    drafting = [i for i, r in enumerate(out.rounds) if r.drafted]  # the last round may have no room to draft
+    assert policy.traces == pytest.approx([wanted[i] for i in drafting], abs=1e-5)
+    assert {r.accepted < r.drafted for r in out.rounds} == {True, False}
 
 
 def count_positions(model: Any) -> tuple[list[Counter[int]], Callable[[], None]]:
@@ -154,6 +232,11 @@ def test_generation_config_is_understood() -> None:
         ({"input_ids": []}, "at least one token"),
         ({"input_ids": [[1, 2], [3, 4]]}, r"one sequence.*\(2, 2\)"),
         ({"input_ids": [1, 1000]}, "the vocabulary has 128"),
+        ({"input_ids": [[1, 2], [3]]}, "got list"),
+        ({"input_ids": BatchEncoding({"input_ids": [[1, 2]]})}, "must be token ids.*got BatchEncoding"),
+        ({"input_ids": [1], "seed": -1}, "seed and stream must be at least 0, got -1"),
+        ({"input_ids": [1], "policy": "static"}, "policy must be a policy or None, got str"),
+        ({"input_ids": [1], "max_new_tokens": 2.5}, "must be a whole number"),
         ({"input_ids": [1], "max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"input_ids": [1], "max_new_tokens": 256}, "the prompt has 1 tokens and the budget is 256.*256 positions"),
         ({"input_ids": [1], "temperature": -1}, "temperature must be"),
@@ -178,6 +261,24 @@ def test_penalties_of_the_models_own_config_are_ignored_aloud() -> None:
     with pytest.warns(UserWarning, match=r"repetition_penalty=1\.3"):
         out = generate(load_model((hf_model, None)), input_ids=IDS, max_new_tokens=6)
     assert out.sequences[0, len(IDS) :].tolist() == plain_generate(tiny_model("llama"), IDS, 6)
+
+
+def test_settings_that_change_nothing_are_neither_refused_nor_warned_about() -> None:
+    """Checkpoints and transformers spell defaults out."""
+    hf_model = tiny_hf_model("llama")
+    own = hf_model.generation_config
+    own.repetition_penalty, own.no_repeat_ngram_size, own.min_length = 1.0, 0, 0
+    wanted = plain_generate(tiny_model("llama"), IDS, 6)
+    model = load_model((hf_model, None))
+    for config in (None, own, GenerationConfig(num_beams=1, num_return_sequences=1, output_scores=False)):
+        out = generate(model, input_ids=IDS, generation_config=config, max_new_tokens=6)
+        assert out.sequences[0, len(IDS) :].tolist() == wanted
+
+
+def test_end_of_sequence_ids_may_be_of_numpy() -> None:
+    wanted = plain_generate(tiny_model("llama"), IDS, 6)
+    out = generate(tiny_model("llama"), input_ids=IDS, max_new_tokens=20, eos_token_id=np.int64(wanted[2]))
+    assert out.finish_reason == "eos"
 
 
 def test_policy_of_another_model_is_refused() -> None:
@@ -248,3 +349,24 @@ def test_public_names() -> None:
         assert getattr(lede, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = lede.nothing
+
+
+def test_max_length_gives_way_to_max_new_tokens() -> None:
+    both = GenerationConfig(max_length=4096, max_new_tokens=5)
+    assert generate(tiny_model("llama"), input_ids=IDS, generation_config=both).stats.tokens == 5
+    with pytest.raises(ValueError, match="sets max_length"):
+        generate(tiny_model("llama"), input_ids=IDS, generation_config=GenerationConfig(max_length=4096))
+
+
+def test_a_bare_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must come from lede\.load_model, got LlamaForCausalLM"):
+        generate(tiny_hf_model("llama"), input_ids=IDS)
+
+
+def test_an_unknown_answer_of_pre_scan_is_refused() -> None:
+    class Odd(StaticPolicy):
+        def pre_scan(self, state: Any) -> Any:
+            return "lookup"
+
+    with pytest.raises(ValueError, match=r"must answer SKIP, SCAN or ExitAt, got 'lookup'"):
+        generate(tiny_model("llama"), input_ids=IDS, policy=Odd(exit_layer=2, draft_length=3), max_new_tokens=5)

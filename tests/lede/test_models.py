@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig
+from transformers import Gemma3Config, LlamaConfig, LlamaForCausalLM, MambaConfig
 
-from lede.models import FAMILIES, EarlyExitModel, UnsupportedModelError, load_model
+from lede.models import DEMO_FOLDER, FAMILIES, EarlyExitModel, UnsupportedModelError, load_model
 from tests.tiny_models import FAMILY_NAMES, N_LAYERS, WINDOW, prompt, tiny_config, tiny_hf_model, tiny_model
 
 
@@ -113,17 +114,50 @@ def test_pair_is_taken_as_it_is() -> None:
         load_model((hf_model, None), dtype="float32")
 
 
-def test_dropout_in_training_mode_is_refused() -> None:
-    hf_model = tiny_hf_model("gpt2")
-    hf_model.train()
-    with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
-        load_model((hf_model, None))
+def test_training_mode_is_refused_where_it_changes_the_text() -> None:
+    dropout = tiny_config("llama")
+    dropout.attention_dropout = 0.1  # no module of its own
+    checkpointing = tiny_hf_model("llama")
+    for module in checkpointing.modules():  # what the method sets, whose name changed inside transformers 5
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = True
+    for hf_model in (tiny_hf_model("gpt2"), LlamaForCausalLM(dropout), checkpointing):
+        load_model((hf_model.eval(), None))
+        hf_model.train()
+        with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
+            load_model((hf_model, None))
+    load_model((tiny_hf_model("llama").train(), None))  # nothing in it is random
 
 
 def test_unsupported_architecture_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     MambaConfig(num_hidden_layers=2, hidden_size=8, vocab_size=16).save_pretrained(tmp_path)  # there are no weights
     with pytest.raises(UnsupportedModelError, match=r"'mamba' is not supported; supported are gemma3_text, gpt2"):
         load_model(tmp_path)
+
+
+def test_decoder_inside_a_larger_model_is_refused_by_the_larger_ones_name(tmp_path: Path) -> None:
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    Gemma3Config(text_config=tiny_config("gemma3_text").to_dict(), vision_config=vision).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="'gemma3' is not supported"):
+        load_model(tmp_path)
+
+
+def test_model_without_head_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="LlamaModel has no LM head"):
+        load_model((tiny_hf_model("llama").model, None))
+
+
+def test_attention_may_be_switched_later() -> None:
+    """The masks follow the transformers model, also when it changes after it was taken."""
+    hf_model = tiny_hf_model("llama")
+    model = load_model((hf_model, None))
+    ids = prompt(0, 12)
+    for attention in ("eager", "sdpa"):
+        hf_model.set_attn_implementation(attention)
+        cache = model.new_cache(12)
+        run(model, cache, ids[:5], 0, [0, N_LAYERS])
+        found = run(model, cache, ids[5:], 5, [0, N_LAYERS])
+        torch.testing.assert_close(found, forward(model, ids)[5:], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
@@ -140,6 +174,19 @@ def test_missing_folder_is_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot load model") as raised:
         load_model(tmp_path / "nothing")
     assert "\n" not in str(raised.value)
+
+
+def test_damaged_folder_and_absent_device_are_told_in_one_line(tmp_path: Path) -> None:
+    tiny_hf_model("llama", torch.float32).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_FOLDER / name, tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    absent = "cuda" if not torch.cuda.is_available() else "cuda:99"
+    for arguments in ({"model": tmp_path}, {"model": "demo", "device": absent}, {"model": "demo", "dtype": "load"}):
+        with pytest.raises(ValueError, match="cannot load model") as raised:
+            load_model(**arguments)
+        assert "\n" not in str(raised.value)
 
 
 def test_folder_and_dtype(tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ def test_text_file_is_one_prompt_a_line(tmp_path: Path) -> None:
     assert load_prompts(path) == [Prompt("first"), Prompt("  zweite, größer"), Prompt("third\u2028still third")]
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("first\nsecond\n", encoding="utf-8-sig")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "first"}\n', encoding="utf-8-sig")
+    assert load_prompts(tmp_path / "p.txt") == [Prompt("first"), Prompt("second")]
+    assert load_prompts(tmp_path / "p.jsonl") == [Prompt("first")]
+
+
 def test_json_lines_know_three_keys(tmp_path: Path) -> None:
     path = write(
         tmp_path,

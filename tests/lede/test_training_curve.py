@@ -106,3 +106,6 @@ def test_curve_round_trip_and_tensorboard(tmp_path: Path) -> None:
     assert [each.step for each in events.Scalars("greedy/reward")] == [0, 10, 20]
     assert [each.step for each in events.Scalars("greedy/acceptance")] == [10]
     assert read_curve(tmp_path / "none.jsonl") == []
+    with LearningCurve(tmp_path) as curve:  # started over
+        curve.add(points[0])
+    assert [each.step for each in EventAccumulator(str(tmp_path)).Reload().Scalars("greedy/reward")] == [0]

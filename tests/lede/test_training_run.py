@@ -163,7 +163,7 @@ def test_resume_with_other_settings_or_data_is_refused_by_name(
     with pytest.raises(ValueError, match=r"n_steps: 3 / 2; .*learning_rate: 0\.001 / 0\.01"):
         run(n_steps=2, learning_rate=0.01, resume=True)
     other = TraceStore(SETTINGS, PROBLEM.traces(n_prompts=21, n_tokens=21, seed=0))
-    with pytest.raises(ValueError, match="the buffer has changed"):
+    with pytest.raises(ValueError, match="was trained on other data"):
         run(store=other, resume=True)
     newest = tmp_path / "run" / "checkpoints" / "step_000000060.pt"
     newest.write_bytes(newest.read_bytes()[:1000])
@@ -201,8 +201,31 @@ def test_unfit_validation_is_refused(run: Callable[..., LearnedPolicy], traces: 
     warm = TraceStore(replace(SETTINGS, temperature=0.0), PROBLEM.traces(n_prompts=2, n_tokens=11, seed=9))
     with pytest.raises(ValueError, match=r"temperature: 0\.7 / 0\.0"):
         run(validation=warm)
+    tuned = {**SETTINGS.fingerprint, "logits": [1.0, 3.0]}
+    fine = TraceStore(replace(SETTINGS, fingerprint=tuned), PROBLEM.traces(n_prompts=2, n_tokens=11, seed=9))
+    with pytest.raises(ValueError, match="fingerprint: logits"):
+        run(validation=fine)
     with pytest.warns(UserWarning, match="20 of 20 validation prompts are in the buffer too"):
         run(validation=traces)
+
+
+def test_copies_of_a_prompt_are_held_out_together(
+    run: Callable[..., LearnedPolicy], traces: TraceStore, tmp_path: Path
+) -> None:
+    twice = [*traces, *(replace(trace, prompt_index=20 + trace.prompt_index) for trace in traces)]
+    run(store=TraceStore(SETTINGS, twice))
+    held_out = json.loads((tmp_path / "run" / "config.json").read_text())["resolved"]["held_out"]
+    assert len(held_out) == 4
+    assert {index + 20 for index in held_out if index < 20} == {index for index in held_out if index >= 20}
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(
+    run: Callable[..., LearnedPolicy], tmp_path: Path, device: str
+) -> None:
+    with pytest.raises(ValueError, match=f"cannot train on device '{device}'"):
+        run(device=device)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
