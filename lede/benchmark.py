@@ -54,8 +54,8 @@ class BenchmarkRow:
     """The contender."""
     tokens_per_second: float
     """All new tokens over all seconds."""
-    speedup: float
-    """Median over prompts of plain seconds over this one's, on lede's engine."""
+    speedup: float | None
+    """Median over prompts of plain decoding's seconds a token over this one's, on lede's engine."""
     speedup_over_transformers: float | None
     """The same against transformers' `generate`."""
     acceptance_rate: float | None
@@ -101,11 +101,19 @@ class Benchmark:
         return [self._row(contender.name) for contender in self.contenders]
 
     def ratios(self, name: str, over: str) -> list[float]:
-        """Seconds a token of `over` over those of `name`, prompt by prompt."""
+        """Seconds a token of `over` over those of `name`, prompt by prompt.
+
+        Prompts that one of them answered with a single token are left out: the prefill wrote it, nothing was decoded.
+        """
         return [
             (b.seconds / len(b.token_ids)) / (a.seconds / len(a.token_ids))
             for a, b in zip(self.runs[name], self.runs[over], strict=True)
+            if min(len(a.token_ids), len(b.token_ids)) > 1
         ]
+
+    def _median(self, name: str, over: str) -> float | None:
+        ratios = self.ratios(name, over)
+        return statistics.median(ratios) if ratios else None
 
     def _row(self, name: str) -> BenchmarkRow:
         runs = self.runs[name]
@@ -115,10 +123,8 @@ class Benchmark:
         return BenchmarkRow(
             name=name,
             tokens_per_second=sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs),
-            speedup=statistics.median(self.ratios(name, PLAIN)),
-            speedup_over_transformers=(
-                statistics.median(self.ratios(name, TRANSFORMERS)) if TRANSFORMERS in self.runs else None
-            ),
+            speedup=self._median(name, PLAIN),
+            speedup_over_transformers=self._median(name, TRANSFORMERS) if TRANSFORMERS in self.runs else None,
             acceptance_rate=accepted / drafted if drafted else None,
             mean_accepted_length=accepted / len(rounds) if drafted else None,
             mean_exit_layer=sum(r.drafted * (r.exit_layer or 0) for r in rounds) / drafted if drafted else None,

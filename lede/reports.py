@@ -32,11 +32,14 @@ def cells(row: BenchmarkRow) -> list[str]:
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
+    def times(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}x"
+
     return [
         row.name,
         show(row.tokens_per_second, ".1f"),
-        show(row.speedup, ".2f") + "x",
-        show(row.speedup_over_transformers, ".2f") + ("x" if row.speedup_over_transformers is not None else ""),
+        times(row.speedup),
+        times(row.speedup_over_transformers),
         show(row.mean_accepted_length, ".2f"),
         show(row.acceptance_rate, ".2f"),
         show(row.mean_exit_layer, ".1f"),
@@ -47,9 +50,9 @@ def cells(row: BenchmarkRow) -> list[str]:
 
 def table(rows: Sequence[BenchmarkRow], title: str) -> Table:
     """The rows for a terminal; inexact ones are red."""
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for number, column in enumerate(_COLUMNS):
-        shown.add_column(column, justify="left" if number == 0 else "right")
+        shown.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
     for row in rows:
         shown.add_row(*cells(row), style="red" if row.exact == "NO" else None)
     return shown
@@ -104,7 +107,7 @@ def plot_speed(rows: Sequence[BenchmarkRow], path: Path) -> None:
     figure, axes = _figure("Speed over plain decoding", "", "times plain (median over prompts)")
     bars = axes.bar(
         [row.name for row in rows],
-        [row.speedup for row in rows],
+        [row.speedup or 0.0 for row in rows],
         color=[BLUE if row.acceptance_rate is not None else GREY for row in rows],
         width=0.6,
     )

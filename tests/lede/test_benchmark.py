@@ -56,6 +56,17 @@ def test_ratios_are_medians_of_pairs() -> None:
     assert plain.acceptance_rate is None
 
 
+def test_prompts_answered_by_one_token_decode_nothing() -> None:
+    """They are left out of the ratios, and nothing is divided when there is no other."""
+    one = Contender(PLAIN, lambda ids: Run((1,) if ids[0] == 5 else (1, 2), 4.0))
+    other = Contender("other", lambda ids: Run((1,) if ids[0] == 5 else (1, 2), 1.0 if ids[0] == 5 else 2.0))
+    benchmark = Benchmark(tiny_model("llama"), [one, other])
+    benchmark.measure([[5]])
+    assert [row.speedup for row in benchmark.rows()] == [None, None]
+    benchmark.measure([[6]])
+    assert [row.speedup for row in benchmark.rows()] == [1.0, 2.0]
+
+
 def test_order_rotates() -> None:
     calls: list[str] = []
 
@@ -124,7 +135,11 @@ def test_reports_render(tmp_path: Path) -> None:
     model = load_model("demo")
     benchmark = Benchmark(
         model,
-        [fixed(PLAIN, {5: 4.0}), fixed("drafting", {5: 2.0}, (Round((2, 3), 3, 1, 2),))],
+        [
+            fixed(PLAIN, {5: 4.0}),
+            fixed("drafting", {5: 2.0}, (Round((2, 3), 3, 1, 2),)),
+            fixed(TRANSFORMERS, {5: 4.0}),
+        ],
     )
     benchmark.measure([[5]])
     rows = benchmark.rows()
