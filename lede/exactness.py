@@ -49,7 +49,7 @@ def compare(
     position = next((i for i in range(shorter) if found[i] != wanted[i]), shorter)
     with torch.inference_mode():
         ids = torch.tensor([[*prompt, *wanted[:position]]], device=model.device)
-        logits = model.hf_model(ids).logits[0, -1].double()
+        logits = model.hf_model(ids).logits[0, -1].cpu().double()
     apart = [text[position] for text in (found, wanted) if position < len(text)]
     margin = float(logits.max() - logits[apart].min()) / float(logits.abs().max())
     # one text being a prefix of the other is no matter of rounding

@@ -96,8 +96,7 @@ class TorchSource:
 
     def accept(self, probability: float) -> bool:
         """True with this probability."""
-        uniform = torch.rand((), generator=self.generator, device=self.generator.device, dtype=torch.float64)
-        return float(uniform) < probability
+        return float(torch.rand((), generator=self.generator, device=self.generator.device)) < probability
 
 
 class Chooser:
