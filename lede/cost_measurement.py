@@ -1,0 +1,244 @@
+"""Timing the engine's own operations, interleaved, on random tokens."""
+
+from __future__ import annotations
+
+import platform
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from lede.cache import KVCache
+from lede.cost_model import Kind, Measurement
+from lede.features import FeatureConfig, primitives
+from lede.models import EarlyExitModel
+from lede.policies.base import LayerState
+from lede.policies.learned import LearnedPolicy
+from lede.verification import Chooser, TorchSource, Warp
+
+MAX_Q = 16
+"""Most tokens in a verification that is timed."""
+
+_HIDDEN = (64, 64)
+_CHUNK = 512  # tokens of a prefill at once, which bounds the memory of its masks
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation to be timed."""
+
+    kind: Kind
+    """What it is."""
+    first: int
+    """Layers before it."""
+    last: int
+    """Layers after it."""
+    q: int
+    """Tokens."""
+    context: int
+    """Tokens in the cache before; 0 where nothing depends on it."""
+    run: Callable[[], object]
+    """Runs it once."""
+    cache: KVCache | None = None
+    """What to rewind afterwards."""
+    before: tuple[Callable[[], object], ...] = ()
+    """What decoding does just before, run untimed: it leaves the processor's caches as they are there."""
+
+
+class Workbench:
+    """The operations of a round on one model, ready to be run.
+
+    Args:
+        model: The model.
+        contexts: Tokens in the cache before a block.
+        candidates: Candidate layers.
+    """
+
+    def __init__(self, model: EarlyExitModel, contexts: Sequence[int], candidates: Sequence[int]) -> None:
+        self.model = model
+        self.candidates = tuple(candidates)
+        draw = np.random.default_rng(0)
+        self._ids = torch.tensor(draw.integers(model.vocab_size, size=(1, max(*contexts, MAX_Q))), device=model.device)
+        self._caches = {context: self._filled(context) for context in contexts}
+        self._scratch = model.new_cache(MAX_Q)
+        block = model.block(self._scratch, 0, MAX_Q)
+        self._hidden = model.embed(self._ids[:, :MAX_Q], block)
+        self._states = [self._hidden[:, i : i + 1] for i in range(MAX_Q)]
+        self._logits = model.head(self._hidden)
+        self._features = FeatureConfig()
+        widths = (len(self._features.names), *_HIDDEN, 2)
+        network = [(draw.normal(size=(b, a)), draw.normal(size=b)) for a, b in pairwise(widths)]
+        self._policy = LearnedPolicy.from_network(network, candidates=self.candidates)
+        self._chooser = Chooser(Warp(), TorchSource(torch.Generator()))
+        # the whole model's own choices, so that acceptance goes through the whole draft
+        self._drafted = self._logits[0].float().argmax(-1).tolist()
+
+    def cases(self) -> list[Case]:
+        """Every operation to be timed."""
+        depth = self.model.n_layers
+        observation = self._observe()
+        state = LayerState(self.candidates[0], 0, observation)
+        logits = self._logits[0, 0]
+        read, choose = self._head(1), partial(self._chooser.choose, logits, ())
+        pass_on = self._pass_on
+        found = [
+            Case("features", 0, 0, 1, 0, self._observe, before=(pass_on, read)),
+            Case("policy", 0, 0, 1, 0, partial(self._policy.scan, state), before=(pass_on, read, self._observe)),
+            Case("choose", 0, 0, 1, 0, choose, before=(pass_on, read)),
+        ]
+        for q in range(1, MAX_Q + 1):
+            found.append(Case("head", 0, 0, q, 0, self._head(q), before=(pass_on,)))
+            found.append(Case("accept", 0, 0, q, 0, self._accept(q), before=(pass_on, self._head(q))))
+        middle = depth // 2
+        spans = {(i, i + 1) for i in (0, middle, depth - 1)}
+        spans |= {(0, depth), (middle, depth), *((0, layer) for layer in self.candidates)}
+        for context, cache in self._caches.items():
+            found.append(Case("embed", 0, 0, 1, context, self._embed(context), before=(pass_on, read, choose)))
+            for first, last in sorted(spans):
+                found.append(Case("layers", first, last, 1, context, self._layers(first, last, context), cache))
+            for layer in self.verified_from():
+                for q in range(1, MAX_Q + 1):
+                    found.append(Case("verify", layer, depth, q, context, self._verify(layer, q, context), cache))
+        return found
+
+    def verified_from(self) -> list[int]:
+        """Layers that verification is timed from: 0 (a plain pass), the middle and the last candidate."""
+        return sorted({0, self.candidates[len(self.candidates) // 2], self.candidates[-1]})
+
+    def time(self, case: Case) -> float:
+        """Seconds of one run."""
+        for step in case.before:
+            step()
+        _synchronize(self.model)
+        start = perf_counter()
+        case.run()
+        _synchronize(self.model)
+        elapsed = perf_counter() - start
+        if case.cache is not None:
+            case.cache.rewind(case.context)
+        return elapsed
+
+    def _filled(self, context: int) -> KVCache:
+        cache = self.model.new_cache(context + MAX_Q)
+        for start in range(0, context, _CHUNK):
+            n_tokens = min(_CHUNK, context - start)
+            block = self.model.block(cache, start, n_tokens)
+            hidden = self.model.embed(self._ids[:, start : start + n_tokens], block)
+            self.model.run_layers(hidden, 0, self.model.n_layers, block)
+        return cache
+
+    def _pass_on(self) -> None:
+        """One token through the layers of the first candidate, behind nothing."""
+        block = self.model.block(self._scratch, 0, 1)
+        self.model.run_layers(self._states[0], 0, self.candidates[0], block)
+        self._scratch.rewind(0)
+
+    def _embed(self, context: int) -> Callable[[], object]:
+        model, cache, token = self.model, self._caches[context], int(self._ids[0, 0])
+
+        def run() -> None:
+            block = model.block(cache, context, 1)
+            model.embed(torch.tensor([[token]], device=model.device), block)
+
+        return run
+
+    def _layers(self, first: int, last: int, context: int) -> Callable[[], object]:
+        model, cache, hidden = self.model, self._caches[context], self._states[0]
+        return lambda: model.run_layers(hidden, first, last, model.block(cache, context, 1))
+
+    def _head(self, q: int) -> Callable[[], object]:
+        hidden = self._hidden[:, :q].contiguous()
+        return lambda: self.model.head(hidden)
+
+    def _accept(self, q: int) -> Callable[[], object]:
+        logits, drafted, nothing = self._logits[0, :q], self._drafted[: q - 1], [None] * (q - 1)
+        return lambda: self._chooser.verify(logits, drafted, nothing, ())
+
+    def _verify(self, layer: int, q: int, context: int) -> Callable[[], object]:
+        model, cache, states = self.model, self._caches[context], self._states[:q]
+        drafted, nothing = self._drafted[: q - 1], [None] * (q - 1)
+
+        def run() -> None:
+            hidden = states[0] if q == 1 else torch.cat(states, dim=1)
+            block = model.block(cache, context, q)
+            logits = model.head(model.run_layers(hidden, layer, model.n_layers, block))[0]
+            self._chooser.verify(logits, drafted, nothing, ())
+
+        return run
+
+    def _observe(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        values = primitives(self._logits[0, 0], self._features.top_k)
+        confidence, entropy, _ = torch.stack([values.confidence, values.entropy, values.top1]).tolist()
+        return self._features.observe(
+            confidence, entropy, 0.0, self.candidates[0], self.model.n_layers, self.model.vocab_size
+        )
+
+
+@torch.inference_mode()
+def measure(
+    model: EarlyExitModel,
+    contexts: Sequence[int],
+    candidates: Sequence[int],
+    repeats: int,
+    after_each: Callable[[], None] | None = None,
+) -> list[Measurement]:
+    """Time every operation `repeats` times after a warm-up, each time in another order.
+
+    Interleaving gives every operation the caches that others leave behind, as in decoding, and spreads a machine's
+    drift over all of them. An accelerator is waited for after each operation, so that launches do not overlap as they
+    may in decoding.
+    """
+    bench = Workbench(model, contexts, candidates)
+    cases = bench.cases()
+    times: list[list[float]] = [[] for _ in cases]
+    order = list(range(len(cases)))
+    for turn in range(repeats + 1):
+        random.Random(turn).shuffle(order)
+        for number in order:
+            elapsed = bench.time(cases[number])
+            if turn:
+                times[number].append(elapsed)
+        if after_each is not None:
+            after_each()
+    return [_summary(case, spent) for case, spent in zip(cases, times, strict=True)]
+
+
+def fitting(contexts: Sequence[int], model: EarlyExitModel) -> tuple[int, ...]:
+    """The contexts behind which the model has positions for a verification.
+
+    Raises:
+        ValueError: There is none.
+    """
+    longest = model.max_positions - MAX_Q
+    found = tuple(context for context in contexts if context <= longest)
+    if not found:
+        raise ValueError(f"no context of {', '.join(map(str, contexts))} fits; the model has room for {longest} tokens")
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """What the processor or accelerator calls itself; the kind of processor where it is not told."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _summary(case: Case, times: Sequence[float]) -> Measurement:
+    lower, median, upper = (float(value) for value in np.quantile(times, (0.25, 0.5, 0.75)))
+    return Measurement(case.kind, case.first, case.last, case.q, case.context, median, lower, upper)
+
+
+def _synchronize(model: EarlyExitModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

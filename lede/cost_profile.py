@@ -1,0 +1,243 @@
+"""`lede profile`: what decoding costs on this model and machine, measured on the engine itself."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lede.cost_model import CostModel, Costs, Measurement
+
+if TYPE_CHECKING:
+    from lede.models import EarlyExitModel
+
+SCHEMA_VERSION = 1
+DRAFT_LENGTH = 4
+"""Drafted tokens of the round that break-even is told for."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Settings of a profile."""
+
+    out: Path
+    """The profile's file, JSON; replaced whole."""
+    model: str = "demo"
+    """Model: demo, a folder, a hub id, or a .gguf file."""
+    device: str | None = None
+    """Device, such as cuda; the CPU unless given."""
+    dtype: str | None = None
+    """Dtype of the weights, such as bfloat16; float32 on the CPU unless given."""
+    contexts: str = "128,512,2048"
+    """Context lengths in tokens; those that the model has no positions for are left out."""
+    candidates: str | None = None
+    """Candidate layers, such as 2,4,8 or all; multiples of ceil(L/8) up to L/2 unless given."""
+    repeats: int = 11
+    """Times that each operation is measured, after a warm-up."""
+
+    def __post_init__(self) -> None:
+        _ = self.context_lengths
+        if self.repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
+
+    @property
+    def context_lengths(self) -> tuple[int, ...]:
+        """`contexts` as ascending numbers.
+
+        Raises:
+            ValueError: They are not positive whole numbers.
+        """
+        try:
+            lengths = sorted({int(part) for part in self.contexts.split(",")})
+        except ValueError:
+            lengths = [0]
+        if lengths[0] < 1:
+            raise ValueError(f"contexts '{self.contexts}' must be positive numbers of tokens, like 128,512")
+        return tuple(lengths)
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """Measured seconds, the cost model fitted to them, and where they hold."""
+
+    model: str
+    """What the model was loaded from."""
+    fingerprint: dict[str, Any]
+    """Of the model; see `lede.fingerprints`."""
+    candidates: tuple[int, ...]
+    """Candidate layers."""
+    contexts: tuple[int, ...]
+    """Context lengths that were measured, in tokens."""
+    repeats: int
+    """Times that each operation was measured."""
+    device: str
+    """Device, such as cpu or cuda:0."""
+    device_name: str
+    """The processor's or accelerator's own name."""
+    threads: int
+    """Threads of torch on the CPU."""
+    dtype: str
+    """Dtype of the hidden states."""
+    attention: str
+    """Attention that transformers ran."""
+    versions: dict[str, str]
+    """Versions of lede and of what decoding depends on."""
+    measurements: tuple[Measurement, ...]
+    """Every operation, with median and quartiles."""
+    costs: CostModel
+    """The fitted model."""
+    residuals: dict[str, float]
+    """Root mean square of (predicted / measured - 1) by kind of operation, and over `all`."""
+
+    def head_over_layer(self) -> float:
+        """A head read in layers, both measured at one token and the shortest context."""
+        layer = statistics.median(
+            m.seconds for m in self.of_kind("layers") if m.last == m.first + 1 and m.context == self.contexts[0]
+        )
+        return next(m.seconds for m in self.of_kind("head") if m.q == 1) / layer
+
+    def verification_ratios(self, context: int | None = None) -> dict[int, float]:
+        """Measured seconds of verifying q tokens over those of one, by q, from the middle candidate on.
+
+        At the shortest context unless another one that was measured is given.
+        """
+        context = self.contexts[0] if context is None else context
+        layer = self.candidates[len(self.candidates) // 2]
+        spent = {m.q: m.seconds for m in self.of_kind("verify") if m.first == layer and m.context == context}
+        if not spent:
+            raise ValueError(f"context {context} was not measured; {', '.join(map(str, self.contexts))} were")
+        return {q: seconds / spent[1] for q, seconds in sorted(spent.items())}
+
+    def draft_share(self, layer: int, observes: bool = False, context: int | None = None) -> float:
+        """Seconds of one drafted token over those of a plain pass; with a policy's decision if `observes`."""
+        context = self.contexts[0] if context is None else context
+        return self.costs.draft_seconds(layer, context, observes) / self.costs.plain_seconds(context)
+
+    def break_even(self, layer: int, length: int = DRAFT_LENGTH, context: int | None = None) -> float | None:
+        """The acceptance at which blind drafts of `length` tokens from a layer are as fast as plain decoding.
+
+        Each drafted token is taken to be accepted with that probability, if those before it were. None when not even
+        drafts that are always accepted pay.
+        """
+        context = self.contexts[0] if context is None else context
+        seconds = self.costs.round_seconds(context, (), layer, length, observes=False)
+        wanted = seconds / self.costs.plain_seconds(context)
+        if wanted > length + 1:
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            tokens = sum(middle**i for i in range(length + 1))
+            low, high = (middle, high) if tokens < wanted else (low, middle)
+        return high
+
+    def of_kind(self, kind: str) -> list[Measurement]:
+        """The measurements of one operation."""
+        return [m for m in self.measurements if m.kind == kind]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, content: Any) -> CostProfile:
+        """The profile from what `to_json` gave.
+
+        Raises:
+            ValueError: It is no profile, or one of another schema version.
+        """
+        if not isinstance(content, dict) or "schema_version" not in content:
+            raise ValueError("this is no cost profile; make one with `lede profile`")
+        if content["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(
+                f"the cost profile has schema version {content['schema_version']}, wanted {SCHEMA_VERSION}; "
+                "make it again with `lede profile`"
+            )
+        try:
+            values = {field.name: content[field.name] for field in fields(cls)}
+            costs = values["costs"]
+            values["costs"] = CostModel(costs["n_layers"], tuple(costs["windows"]), Costs(**costs["costs"]))
+            values["measurements"] = tuple(Measurement(**m) for m in values["measurements"])
+            values["candidates"], values["contexts"] = tuple(values["candidates"]), tuple(values["contexts"])
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the cost profile is damaged: {error}; make it again with `lede profile`") from error
+
+    def save(self, path: Path) -> None:
+        """Write the profile as JSON, whole or not at all."""
+        from lede.atomic import write_atomically
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostProfile:
+        """Read a profile from its file.
+
+        Raises:
+            ValueError: The file can't be read, or holds no profile.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_bytes()))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+
+
+def profile(config: ProfileConfig, model: EarlyExitModel | None = None) -> CostProfile:
+    """Measure, fit, print a summary and write the profile.
+
+    Args:
+        config: Settings.
+        model: A model to use instead of loading `config.model`.
+
+    Raises:
+        ValueError: The model, the candidates or the file can't be used, or no context fits; before anything is timed.
+    """
+    if config.out.is_dir():
+        raise ValueError(f"{config.out} is a folder; give a file as --out")
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from lede.checkpoint import fingerprint, versions
+    from lede.cost_measurement import device_name, fitting, measure
+    from lede.cost_model import fit, residuals
+    from lede.cost_report import report
+    from lede.features import parse_candidates
+    from lede.models import load_model
+
+    model = load_model(config.model, config.device, config.dtype) if model is None else model
+    candidates = parse_candidates(config.candidates, model.n_layers)
+    contexts = fitting(config.context_lengths, model)
+    identity = fingerprint(model)
+    config.out.parent.mkdir(parents=True, exist_ok=True)  # fails before the measuring, not after
+    console = Console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("measuring", total=config.repeats + 1)
+        measurements = measure(model, contexts, candidates, config.repeats, lambda: progress.advance(task))
+    costs = fit(measurements, model.windows)
+    found = CostProfile(
+        model=model.name,
+        fingerprint=identity,
+        candidates=candidates,
+        contexts=contexts,
+        repeats=config.repeats,
+        device=str(model.device),
+        device_name=device_name(model.device),
+        threads=torch.get_num_threads(),
+        dtype=identity["dtype"],
+        attention=model.attention,
+        versions=versions(),
+        measurements=tuple(measurements),
+        costs=costs,
+        residuals=residuals(costs, measurements),
+    )
+    found.save(config.out)
+    console.print(report(found))
+    left_out = [str(c) for c in config.context_lengths if c not in contexts]
+    if left_out:
+        console.print(f"left out, beyond the model's {model.max_positions} positions: {', '.join(left_out)}")
+    console.print(f"written to {config.out}", soft_wrap=True)
+    return found

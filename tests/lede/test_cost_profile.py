@@ -1,0 +1,247 @@
+"""Cost profiles under a clock that only planted costs move: the fit finds them, and rounds of the real loop add up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lede.cache import KVCache
+from lede.cli import main
+from lede.cost_measurement import fitting
+from lede.cost_model import Ending
+from lede.cost_profile import CostProfile, ProfileConfig, profile
+from lede.decoding import Decoder
+from lede.drafting import Draft, Drafter
+from lede.models import EarlyExitModel
+from lede.policies import LearnedPolicy, Policy, StaticPolicy
+from lede.policies.base import ExitAt, LayerState, PreScan
+from lede.verification import Chooser, TorchSource, Warp
+from tests.planted_costs import PLANTED, Clock, head_cost, layers_cost, planted_model
+from tests.tiny_models import N_LAYERS, plain_generate, prompt, tiny_model
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Every operation of a round takes its planted cost."""
+    clock = Clock()
+    monkeypatch.setattr("lede.cost_measurement.perf_counter", clock)
+    clock.charge(EarlyExitModel, "run_layers", layers_cost, monkeypatch)
+    clock.charge(EarlyExitModel, "head", head_cost, monkeypatch)
+    clock.charge(EarlyExitModel, "embed", lambda *_: PLANTED.embed, monkeypatch)
+    clock.charge(LearnedPolicy, "scan", lambda *_: PLANTED.policy, monkeypatch)
+    clock.charge(LearnedPolicy, "draft", lambda *_: PLANTED.policy, monkeypatch)
+    clock.charge(Chooser, "choose", lambda *_: PLANTED.choose, monkeypatch)
+    accept = lambda _, logits, *rest: PLANTED.accept + (len(logits) - 1) * PLANTED.accept_token  # noqa: E731
+    clock.charge(Chooser, "verify", accept, monkeypatch)
+    import lede.cost_measurement
+    import lede.drafting
+
+    for module in (lede.cost_measurement, lede.drafting):
+        clock.charge(module, "primitives", lambda *_: PLANTED.features, monkeypatch)
+    return clock
+
+
+def profiled(tmp_path: Path, family: str = "llama", **settings: Any) -> CostProfile:
+    config = ProfileConfig(**{"out": tmp_path / "profile.json", "contexts": "4,24", "repeats": 2, **settings})
+    return profile(config, tiny_model(family, torch.float32))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_the_fit_recovers_planted_costs(family: str, clock: Clock, tmp_path: Path) -> None:
+    found = profiled(tmp_path, family)
+    assert asdict(found.costs.costs) == pytest.approx(asdict(PLANTED), rel=1e-6)
+    assert max(found.residuals.values()) < 1e-9
+    assert all(m.lower == pytest.approx(m.seconds) == pytest.approx(m.upper) for m in found.measurements)
+
+
+def test_everything_is_measured(clock: Clock, tmp_path: Path) -> None:
+    found = profiled(tmp_path, candidates="2,4")
+    spans = {(m.first, m.last, m.context) for m in found.of_kind("layers")}
+    for context in (4, 24):
+        assert {(0, 1, context), (5, 6, context), (0, 2, context), (0, 4, context), (0, 6, context)} <= spans
+        verified = {(m.first, m.q) for m in found.of_kind("verify") if m.context == context}
+        assert verified == {(layer, q) for layer in (0, 4) for q in range(1, 17)}
+    assert [m.q for m in found.of_kind("head")] == list(range(1, 17))
+    assert all(found.of_kind(kind) for kind in ("embed", "features", "policy", "choose", "accept"))
+
+
+def test_derived_facts(clock: Clock, tmp_path: Path) -> None:
+    found = profiled(tmp_path, candidates="2,4")
+    c, model = PLANTED, planted_model()
+    plain = c.embed + c.span + 6 * (c.layer + 4 * c.layer_context) + c.head + c.accept
+    draft = c.embed + c.span + 2 * (c.layer + 4 * c.layer_context) + c.head + c.choose
+    assert found.head_over_layer() == pytest.approx(c.head / (c.span + c.layer + 4 * c.layer_context))
+    assert found.draft_share(2) == pytest.approx(draft / plain)
+    assert found.draft_share(2, observes=True) == pytest.approx((draft + c.features + c.policy) / plain)
+    ratios = found.verification_ratios(24)
+    assert ratios[7] == pytest.approx(model.verify_seconds(4, 7, 24) / model.verify_seconds(4, 1, 24))
+    rate = found.break_even(2)
+    assert rate is not None
+    assert sum(rate**i for i in range(5)) * plain == pytest.approx(
+        model.round_seconds(4, (), 2, 4, observes=False), rel=1e-6
+    )
+    dear = replace(found, costs=replace(found.costs, costs=replace(PLANTED, choose=1.0)))
+    assert dear.break_even(2) is None
+    with pytest.raises(ValueError, match="context 5 was not measured; 4, 24 were"):
+        found.verification_ratios(5)
+
+
+class Recorder(Drafter):
+    """Keeps the draft of the last round."""
+
+    last: Draft | None = None
+
+    def draft(self, ids: list[int], choice: PreScan | ExitAt, cap: int, cache: KVCache) -> Draft:
+        self.__class__.last = None
+        self.__class__.last = super().draft(ids, choice, cap, cache)
+        return self.__class__.last
+
+
+class Recorded(Decoder):
+    drafter_class = Recorder
+
+
+class Chancy(LearnedPolicy):
+    """Asks its network and then decides by luck."""
+
+    kind = "chancy"
+    luck = np.random.default_rng(3)
+
+    def scan(self, state: LayerState) -> bool:
+        super().scan(state)
+        return bool(self.luck.random() < 0.4)
+
+    def draft(self, state: LayerState) -> bool:
+        super().draft(state)
+        return bool(self.luck.random() < 0.7)
+
+
+def rounds_of(policy: Policy | None, observes: bool, clock: Clock, seed: int) -> set[str]:
+    """Decode, compare each round's time on the clock with the model's, and return the endings that were met."""
+    model, cost = tiny_model("llama"), planted_model()
+    ids = prompt(seed, 6)
+    eos = frozenset(plain_generate(model, ids, 40)[30:31])
+    decoder = Recorded(model, policy, Chooser(Warp(), TorchSource(torch.Generator())), eos)
+    budget, done, began = 40, 0, 0.0
+    met: set[str] = set()
+    for tokens in decoder.decode(ids, budget):
+        if done:
+            cap = min(policy.config.max_draft, budget - done - 1) if policy is not None else 0
+            draft = Recorder.last if cap > 0 else None
+            arguments: dict[str, Any] = {"observes": observes}
+            name = "plain"
+            if draft is not None and policy is not None:
+                reached = [layer for layer in policy.candidates_for(N_LAYERS) if layer <= draft.exit_layer]
+                arguments["scanned"] = reached if observes else ()
+                if draft.tokens:
+                    ending: Ending = "stop" if len(draft.tokens) < cap else "cap"
+                    ending = "eos" if draft.tokens[-1] in eos else ending
+                    arguments.update(exit_layer=draft.exit_layer, n_drafted=len(draft.tokens), ending=ending)
+                    name = ending
+                else:
+                    name = "no exit"
+            assert clock.now - began == pytest.approx(cost.round_seconds(len(ids) - 1 + done, **arguments), rel=1e-9)
+            met.add(name)
+        done += len(tokens)
+        began = clock.now
+    return met
+
+
+def test_rounds_of_the_real_loop_add_up(clock: Clock) -> None:
+    network = [(np.zeros((2, 4)), np.zeros(2))]
+    met: set[str] = set()
+    blind: set[str] = set()
+    for seed in range(8):
+        met |= rounds_of(Chancy.from_network(network, candidates=(1, 2, 4), max_draft=4), True, clock, seed)
+        for length in (2, 4):
+            policy = StaticPolicy(exit_layer=2, draft_length=length, max_draft=4)
+            blind |= rounds_of(policy, False, clock, seed)
+        assert rounds_of(None, False, clock, seed) == {"plain"}
+    assert met >= {"stop", "cap", "eos", "no exit"}
+    assert blind >= {"stop", "cap", "eos"}
+
+
+def test_round_trip(clock: Clock, tmp_path: Path) -> None:
+    found = profiled(tmp_path, "gemma3_text")
+    assert CostProfile.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert CostProfile.load(tmp_path / "profile.json") == found
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+    assert (found.dtype, found.device, found.contexts) == ("float32", "cpu", (4, 24))
+    assert found.fingerprint["architecture"]["n_layers"] == N_LAYERS
+    assert found.versions["torch"]
+    assert found.device_name
+
+
+def test_damaged_files_are_refused_by_name(clock: Clock, tmp_path: Path) -> None:
+    content = profiled(tmp_path).to_json()
+    path = tmp_path / "profile.json"
+    spoiled: list[tuple[object, str]] = [
+        ([], "no cost profile"),
+        ({"schema_version": 99}, "schema version 99, wanted 1"),
+        ({name: value for name, value in content.items() if name != "costs"}, "damaged: 'costs'"),
+        ({**content, "measurements": [{"kind": "head"}]}, "damaged"),
+    ]
+    for wrong, message in spoiled:
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=message) as refused:
+            CostProfile.load(path)
+        assert str(path) in str(refused.value)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="cannot read"):
+        CostProfile.load(path)
+
+
+def test_contexts_beyond_the_positions_are_left_out(
+    clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fitting((8, 240, 241), tiny_model("llama")) == (8, 240)
+    assert profiled(tmp_path, contexts="8,4096").contexts == (8,)
+    assert "left out, beyond the model's 256 positions: 4096" in capsys.readouterr().out
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = tmp_path / "new" / "profile.json"
+    assert main(["profile", "--contexts", "16,32,48", "--candidates", "2,8", "--repeats", "1", "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 80 or str(out) in max(told.splitlines(), key=len)
+    for part in ("head read / layer", "verify(q) / verify(1)", "break-even", "full pass, q = 16", "behind 48"):
+        assert part in told
+    found = CostProfile.load(out)
+    assert (found.model, found.candidates, found.contexts) == ("demo", (2, 8), (16, 32, 48))
+    assert found.costs.plain_seconds(16) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--contexts", "12,many"], "contexts '12,many' must be positive numbers"),
+        (["--contexts", "0,8"], "contexts '0,8' must be positive numbers"),
+        (["--contexts", "99999"], "no context of 99999 fits; the model has room for 8176 tokens"),
+        (["--repeats", "0"], "repeats must be at least 1, got 0"),
+        (["--candidates", "2,99"], "99"),
+        (["--model", "no/such/folder"], "cannot load model 'no/such/folder'"),
+        (["--out", "."], "is a folder"),
+    ],
+)
+def test_user_errors_are_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["profile", "--out", "profile.json", *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert message in told.err
+    assert told.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

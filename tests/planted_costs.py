@@ -1,0 +1,58 @@
+"""Known costs of every operation, and a clock that only they move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lede.cost_model import CostModel, Costs
+from lede.models import EarlyExitModel
+from tests.tiny_models import N_LAYERS, tiny_model
+
+PLANTED = Costs(
+    span=3e-5, layer=6e-4, layer_block=2e-4, layer_token=3e-5, layer_context=2e-6, layer_pair=1e-7,
+    head=4e-4, head_block=1e-4, head_token=2e-5,
+    embed=5e-5, features=9e-5, policy=2e-5, choose=1e-5, accept=2e-5, accept_token=4e-6,
+)  # fmt: skip
+
+
+class Clock:
+    """Stands still but for what operations are said to cost."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def charge(self, owner: Any, name: str, cost: Callable[..., float], patch: pytest.MonkeyPatch) -> None:
+        """Let a function move the clock."""
+        original = getattr(owner, name)
+
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            self.now += cost(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, name, charged)
+
+
+def layers_cost(model: EarlyExitModel, hidden: torch.Tensor, first: int, last: int, block: Any) -> float:
+    c, q, context = PLANTED, hidden.shape[1], block.start
+    seconds = 0.0 if block.masks else c.span  # masks are made when a block meets its first layer
+    for window in model.windows[first:last]:
+        seen = context if window is None else min(context, window - 1)
+        seconds += c.layer + (c.layer_block if q > 1 else 0) + (q - 1) * c.layer_token
+        seconds += seen * (c.layer_context + (q - 1) * c.layer_pair)
+    return seconds
+
+
+def head_cost(model: EarlyExitModel, hidden: torch.Tensor) -> float:
+    q = hidden.shape[1]
+    return PLANTED.head + (PLANTED.head_block if q > 1 else 0) + (q - 1) * PLANTED.head_token
+
+
+def planted_model(family: str = "llama") -> CostModel:
+    return CostModel(N_LAYERS, tuple(tiny_model(family).windows), PLANTED)
