@@ -37,9 +37,9 @@ class CollectConfig:
     """Settings of a collection."""
 
     out: Path
-    """Folder of the store, by custom NAME.zarr; an existing store with the same settings is gone on with."""
+    """Folder of the store, usually NAME.zarr; a store made with the same settings is continued."""
     model: str = "demo"
-    """Model: demo, a folder, or a hub id."""
+    """Model: demo, a folder, a hub id, or a .gguf file."""
     prompts: Path | None = None
     """Prompts, .jsonl or .txt; without it, a few heads of Python files."""
     collector: Collector = "rollout"

@@ -82,8 +82,13 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
     refused.
 
     Raises:
-        ValueError: The folder can't be written.
+        ValueError: The folder can't be written, or the policy's class is not one that `load_policy` knows.
     """
+    if POLICIES.get(policy.kind) is not type(policy):
+        raise ValueError(
+            f"{type(policy).__name__} (kind '{policy.kind}') could not be loaded again; policies that are saved are "
+            f"{', '.join(POLICIES)}. Keep the class in your code, or add it to lede.policies.POLICIES"
+        )
     weights = safetensors.numpy.save(policy.tensors(), metadata={"format": "lede"})
     config = {
         "library": "lede",
@@ -117,7 +122,9 @@ def load_policy(folder: str | Path, model: EarlyExitModel | None = None) -> Poli
     config = _read_config(Path(folder))
     kind = config.get("kind")
     if config.get("library") != "lede":
-        raise ValueError(f"{folder} holds no lede policy: its {CONFIG} does not say library lede")
+        nested = Path(folder) / "policy"
+        hint = f"; the run that it holds has its policy in {nested}" if (nested / CONFIG).is_file() else ""
+        raise ValueError(f"{folder} holds no lede policy: its {CONFIG} does not say library lede{hint}")
     if config.get("format") != FORMAT or kind not in POLICIES:
         written_by = dict(config.get("versions") or {}).get("lede", "an unknown version")
         raise ValueError(

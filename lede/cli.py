@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ from typing import Any, TextIO
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _EXTRAS = {
     "gymnasium": "collect",
     "zarr": "collect",
@@ -47,6 +50,7 @@ COMMANDS: dict[str, Command] = {
     "collect": Command("lede.collectors", "CollectConfig", "collect", "record experience or traces into a store"),
     "train": Command("lede.training", "TrainConfig", "train", "train a policy offline from a store"),
     "deploy": Command("lede.deployment", "DeployConfig", "deploy", "decode prompts under a policy"),
+    "profile": Command("lede.cost_profile", "ProfileConfig", "profile", "measure what decoding costs on this machine"),
     "buffer info": Command("lede.buffers.inspection", "InfoConfig", "show_info", "say what a store holds"),
     "env": Command("lede.environment", "EnvConfig", "show_environment", "print versions and devices for bug reports"),
 }
@@ -82,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.code if not str(error) else _fail(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the reader has left: nothing more is told, not at exit either
+        return 0
     except ImportError as error:
         extra = _EXTRAS.get((error.name or "").split(".")[0])
         if extra is None:
@@ -135,16 +142,19 @@ def _parse(config_class: Any, prog: str, arguments: list[str], description: str)
 
 
 def _one_line(text: str) -> str:
-    """The first part of a boxed message of the option parser, without the box."""
-    said: list[str] = []
-    for line in text.splitlines():
+    """The first part of a message of the option parser, without its title, box, colours and class names.
+
+    The box is drawn in Unicode, its title in the upper edge, or in ASCII, with a title and a rule below it.
+    """
+    parts: list[list[str]] = [[]]
+    for line in _COLOUR.sub("", text).splitlines():
         bare = line.strip("│╭╮╰╯ ")
-        if not bare.strip("─"):
-            if said:
-                break
-        elif not line.startswith("╭"):
-            said.append(bare)
-    return " ".join(" ".join(said).split())
+        if line.startswith("╭") or (bare and not bare.strip("─-")):
+            parts.append([])
+        elif bare:
+            parts[-1].append(bare)
+    said = parts[1] if len(parts) > 1 else parts[0]
+    return re.sub(r"^Error parsing \w+: ", "", " ".join(" ".join(said).split()))
 
 
 def _fail(message: str) -> int:

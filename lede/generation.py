@@ -16,6 +16,7 @@ from lede.checkpoint import check_fingerprint
 from lede.decoding import Decoder
 from lede.models import EarlyExitModel
 from lede.policies.base import Policy
+from lede.prompts import check_unicode
 from lede.seeding import Purpose, torch_stream
 from lede.statistics import DecodingStats, Meter, Round
 from lede.verification import Chooser, TorchSource, Warp
@@ -233,6 +234,7 @@ def _prompt_ids(model: EarlyExitModel, prompt: str | None, input_ids: torch.Tens
             raise ValueError("this model has no tokenizer; give input_ids instead of a prompt")
         if not isinstance(prompt, str):
             raise ValueError(f"the prompt must be text, got {type(prompt).__name__}; call generate once a prompt")
+        check_unicode(prompt)
         ids = list(model.tokenizer(prompt)["input_ids"])
     else:
         try:

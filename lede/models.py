@@ -147,6 +147,10 @@ class EarlyExitModel:
         arguments = inspect.signature(self._layers[0].forward).parameters
         self._cache_argument = next(a for a in _CACHE_ARGUMENTS if a in arguments)
 
+    def __repr__(self) -> str:
+        kind = self.config.model_type
+        return f"EarlyExitModel({self.name}: {kind}, {self.n_layers} layers, {self.dtype}, {self.device})"
+
     @property
     def attention(self) -> str:
         """The attention that transformers runs, "sdpa" or "eager"; it can be switched on the transformers model.

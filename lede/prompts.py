@@ -146,6 +146,15 @@ def _check_text(text: Any) -> None:
         raise ValueError(f"the prompt must be a text, got {type(text).__name__}")
     if not text.strip():
         raise ValueError("the prompt is empty")
+    check_unicode(text)
+
+
+def check_unicode(text: str) -> None:
+    """Raise ValueError when a text holds half a surrogate pair, as undecodable bytes of a command line do."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from None
 
 
 def _encode(tokenizer: Any, prompt: str | Prompt | Sequence[int], chat: Chat) -> list[int]:

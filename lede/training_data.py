@@ -76,8 +76,9 @@ def load_data(
     transitions = Transitions.from_rollouts(rollouts, config.episode)
     if config.episode == "prompt" and config.gamma == 1 and not transitions.terminated.any():
         raise ValueError(
-            "episode='prompt' with gamma 1, and no prompt of the buffer ends by EOS: the value of going on without end "
-            "is infinite. Give a gamma below 1 (it applies per token), or collect with a larger max_new_tokens"
+            "episode='prompt' with gamma 1, and no prompt that is trained on ends by EOS: the value of going on "
+            "without end is infinite. Give a gamma below 1 (it applies per token), or collect with a larger "
+            "max_new_tokens"
         )
     return TrainingData(
         transitions=transitions,

@@ -219,6 +219,13 @@ def test_no_folder(tmp_path: Path) -> None:
         save_policy(StaticPolicy(), tmp_path / "file")
 
 
+def test_the_folder_of_a_run_is_told_from_its_policy(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"algo": "dqn"}')
+    save_policy(StaticPolicy(), tmp_path / "policy")
+    with pytest.raises(ValueError, match=r"holds no lede policy.* has its policy in .*policy$"):
+        load_policy(tmp_path)
+
+
 def test_saving_needs_a_network_and_writes_nothing_without(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no network"):
         save_policy(LearnedPolicy(), tmp_path / "policy")
@@ -311,3 +318,18 @@ def test_pushing_uploads_the_saved_folder(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     assert push_to_hub(learned(), "me/policy", private=True, token="t") == "https://hub/commit"
     assert calls == ["t", ("me/policy", True, True), ("me/policy", decide(learned()), "lede learned policy")]
+
+
+def test_a_class_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
+    class Mine(StaticPolicy):
+        kind = "mine"
+
+    with pytest.raises(ValueError, match=r"Mine \(kind 'mine'\) could not be loaded again"):
+        save_policy(Mine(), tmp_path / "mine")
+    assert not (tmp_path / "mine").exists()
+    lede.policies.POLICIES["mine"] = Mine
+    try:
+        save_policy(Mine(), tmp_path / "mine")
+        assert isinstance(load_policy(tmp_path / "mine"), Mine)
+    finally:
+        del lede.policies.POLICIES["mine"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -54,12 +55,33 @@ def test_help_and_version_load_no_framework() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_parsers_complaint_has_no_box_or_colour(
+    encoding: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser draws for the terminal that stdout is: coloured, in Unicode or ASCII."""
+
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal(io.BytesIO(), encoding=encoding))
+    told = fails(["collect", "--collector", "teacher"], capsys)
+    assert told.startswith("lede: error: Missing from lede collect: --out PATH Folder of the store")
+    assert not {"\x1b", "│", "╭", "─"} & set(told)
+    assert "---" not in told
+    told = fails(["deploy", "--polcy"], capsys)
+    assert told == "lede: error: Unrecognized options: --polcy; see lede deploy --help\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["dploy"], "there is no command 'dploy'"),
-        (["deploy"], "give either --prompt TEXT or --prompts FILE"),
+        (["deploy"], "lede: error: give either --prompt TEXT or --prompts FILE"),
         (["deploy", "--prompt", "x", "--polcy", "static"], "--polcy"),
+        (["deploy", "--prompt", "x\udcff"], "the prompt is not valid Unicode"),
         (["deploy", "--prompt", "x", "--max-new-tokens", "many"], "many"),
         (["deploy", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["deploy", "--prompt", "x", "--max-new-tokens", "99999"], "positions"),
@@ -191,3 +213,14 @@ def test_collect_train_and_deploy(prompts: Path, tmp_path: Path, capsys: pytest.
         assert "holds a run already" in fails(["train", "--buffer", store, "--out", out, *fast], capsys)
         assert "max_new_tokens" in fails(["collect", "--collector", collector, *common, "--candidates", "2,4",
                                           "--max-new-tokens", "41"], capsys)  # fmt: skip
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
+    code = (
+        "import sys, os; from lede import cli, environment\n"
+        "def leave(config): raise BrokenPipeError(32, 'Broken pipe')\n"
+        "environment.show_environment = leave\n"
+        "sys.exit(cli.main(['env']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -54,6 +54,11 @@ def test_text_and_prompt_through_the_tokenizer() -> None:
     assert model.tokenizer.decode(out.sequences[0, len(ids) :], skip_special_tokens=True) == out.text
 
 
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(ValueError, match="the prompt is not valid Unicode"):
+        generate(load_model("demo"), "def f\ud800")
+
+
 def test_one_token_budget_has_no_rates() -> None:
     """Nothing is drafted, and nothing is divided by zero."""
     stats = generate(tiny_model("llama"), input_ids=IDS, policy=RandomPolicy(seed=0), max_new_tokens=1).stats

@@ -114,6 +114,10 @@ def test_pair_is_taken_as_it_is() -> None:
         load_model((hf_model, None), dtype="float32")
 
 
+def test_a_model_shows_what_it_is() -> None:
+    assert repr(tiny_model("llama")) == "EarlyExitModel(LlamaForCausalLM: llama, 6 layers, torch.float64, cpu)"
+
+
 def test_training_mode_is_refused_where_it_changes_the_text() -> None:
     dropout = tiny_config("llama")
     dropout.attention_dropout = 0.1  # no module of its own

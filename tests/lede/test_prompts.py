@@ -66,6 +66,7 @@ def test_json_lines_know_three_keys(tmp_path: Path) -> None:
         ("p.jsonl", ['{"text": "a"}'], "line 1: needs a key out of prompt, turns, question; it has text"),
         ("p.jsonl", ['{"prompt": 3}'], "line 1: the prompt must be a text, got int"),
         ("p.jsonl", ['{"prompt": " "}'], "line 1: the prompt is empty"),
+        ("p.jsonl", [r'{"prompt": "a\ud800"}'], "line 1: the prompt is not valid Unicode: .* at character 1"),
         ("p.jsonl", ['{"turns": []}'], "line 1: turns must be a list"),
         ("p.jsonl", ['{"turns": [{"role": "system", "content": "a"}]}'], "line 1: no turn"),
         ("p.txt", ["a", "", "b"], "line 2: the prompt is empty"),

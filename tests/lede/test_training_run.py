@@ -264,7 +264,7 @@ def test_prompt_episodes_need_an_end_or_a_discount(run: Callable[..., LearnedPol
         return replace(trace, ended_by_eos=False)
 
     truncated = TraceStore(SETTINGS, [cut(trace) for trace in traces])
-    with pytest.raises(ValueError, match="the value of going on without end is infinite"):
+    with pytest.raises(ValueError, match="trained on ends by EOS: the value of going on without end is infinite"):
         run(store=truncated, episode="prompt")
     run("discounted", store=truncated, episode="prompt", gamma=0.9)
     run("ended", episode="prompt")
