@@ -64,9 +64,11 @@ class StoreInfo:
     """Shards without commit record: interrupted, or being written; readers pass them over."""
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers as plain JSON values."""
+        """The numbers as plain JSON values; of the fingerprint all but its logits."""
         layers = [vars(layer) for layer in self.layers]
-        return {**vars(self), "layers": layers, "settings": self.settings.to_json()}
+        settings = self.settings.to_json()
+        settings["fingerprint"] = {k: v for k, v in settings["fingerprint"].items() if k != "logits"}
+        return {**vars(self), "layers": layers, "settings": settings}
 
     def __rich__(self) -> RenderableType:
         """Two tables for a terminal."""

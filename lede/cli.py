@@ -74,16 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = _split(arguments)
     if name is None:
         return _fail(f"there is no command '{' '.join(arguments[:2])}'; commands are {', '.join(COMMANDS)}")
+    config_class: Any = None
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             command = COMMANDS[name]
             module = importlib.import_module(command.module)
-            config = _parse(getattr(module, command.config), f"lede {name}", rest, command.help)
+            config_class = getattr(module, command.config)
+            config = _parse(config_class, f"lede {name}", rest, command.help)
             run: Callable[[Any], object] = getattr(module, command.run)
             run(config)
     except _UsageError as error:
-        return error.code if not str(error) else _fail(str(error))
+        return error.code if not str(error) else _fail(_with_flags(str(error), config_class))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"`lede {name}` needs the package {error.name}: pip install 'lede-rl[{extra}]'")
     except (ValueError, OSError) as error:
-        return _fail(str(error))
+        return _fail(_with_flags(str(error), config_class))
     return 0
 
 
@@ -155,6 +157,14 @@ def _one_line(text: str) -> str:
             parts[-1].append(bare)
     said = parts[1] if len(parts) > 1 else parts[0]
     return re.sub(r"^Error parsing \w+: ", "", " ".join(" ".join(said).split()))
+
+
+def _with_flags(message: str, config_class: Any) -> str:
+    """A message of the library with the settings named as the user types them."""
+    for name in getattr(config_class, "__dataclass_fields__", ()):
+        if "_" in name:
+            message = re.sub(rf"(?<![\w/.\\-]){name}(?![\w/.\\-])", f"--{name.replace('_', '-')}", message)
+    return message
 
 
 def _fail(message: str) -> int:

@@ -83,7 +83,7 @@ def test_the_parsers_complaint_has_no_box_or_colour(
         (["deploy", "--prompt", "x", "--polcy", "static"], "--polcy"),
         (["deploy", "--prompt", "x\udcff"], "the prompt is not valid Unicode"),
         (["deploy", "--prompt", "x", "--max-new-tokens", "many"], "many"),
-        (["deploy", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+        (["deploy", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["deploy", "--prompt", "x", "--max-new-tokens", "99999"], "positions"),
         (["deploy", "--prompt", "x", "--policy", "statik"], "statik"),
         (["deploy", "--prompt", "x", "--policy", "static:exit_layer=99"], "exit layer 99 is outside"),
@@ -211,7 +211,7 @@ def test_collect_train_and_deploy(prompts: Path, tmp_path: Path, capsys: pytest.
             ["train", "--buffer", store, "--out", out, "--resume", "--seed", "1", *fast], capsys
         )
         assert "holds a run already" in fails(["train", "--buffer", store, "--out", out, *fast], capsys)
-        assert "max_new_tokens" in fails(["collect", "--collector", collector, *common, "--candidates", "2,4",
+        assert "--max-new-tokens" in fails(["collect", "--collector", collector, *common, "--candidates", "2,4",
                                           "--max-new-tokens", "41"], capsys)  # fmt: skip
 
 
