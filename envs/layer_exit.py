@@ -110,7 +110,7 @@ class LayerExitEnv(gymnasium.Env[Observation, np.int64]):
     - v0: first version.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # gymnasium calls it no ClassVar
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class LayerExitVectorEnv(gymnasium.vector.VectorEnv[Observations, npt.NDArray[np
     Infos are arrays `(num_envs,)` under the keys of `LayerExitEnv`.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": [], **_AUTORESET}  # type: ignore[misc]
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": [], **_AUTORESET}  # type: ignore[misc]  # gymnasium calls it no ClassVar
 
     def __init__(
         self,

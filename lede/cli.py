@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the reader has left: nothing more is told, not at exit either
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the reader left: keep silent, at exit too
         return 0
     except ImportError as error:
         extra = _EXTRAS.get((error.name or "").split(".")[0])

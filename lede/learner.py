@@ -13,7 +13,7 @@ from lede.quiet_d3rlpy import import_d3rlpy
 from lede.rewards import CONTINUE, EXIT
 from lede.transitions import NStepBatch
 
-import_d3rlpy()
+import_d3rlpy()  # before its names are imported: without this it prints, and changes torch's settings
 
 from d3rlpy.algos import DiscreteCQLConfig, DoubleDQNConfig, DQNConfig  # noqa: E402
 from d3rlpy.dataset import TransitionMiniBatch  # noqa: E402
@@ -145,7 +145,7 @@ class _SquaredErrorForwarder(DiscreteMeanQFunctionForwarder):  # type: ignore[mi
         return error.mean() if reduction == "mean" else error
 
 
-class _SquaredErrorFactory(MeanQFunctionFactory):  # type: ignore[misc]
+class _SquaredErrorFactory(MeanQFunctionFactory):  # type: ignore[misc]  # d3rlpy carries no types
     """d3rlpy's mean Q-function with the squared error."""
 
     def create_discrete(self, encoder: Any, hidden_size: int, action_size: int) -> tuple[Any, Any]:
