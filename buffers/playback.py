@@ -44,20 +44,15 @@ def replay(
     """
     exits = np.asarray(exit_layers, dtype=np.int64)
     candidates = np.asarray(settings.candidates, dtype=np.int64)
+    settings.features.check_token_level("playback")
     _check(trace, exits, settings)
     exited = exits > 0
     # index of the last candidate that is inspected: the exit, or the last one when there is no exit
     last = np.where(exited, np.searchsorted(candidates, exits), candidates.size - 1)
     traces = trace_feature(trace, exits, settings.features.window)
-    columns = candidates - 1
-    everywhere = settings.features.observe(
-        trace.confidence[:, columns],
-        trace.entropy[:, columns],
-        traces[:-1, None],
-        candidates,
-        settings.n_layers,
-        settings.vocab_size,
-    )  # (token - 1, candidate, feature)
+    values: dict[str, npt.ArrayLike] = {**text_values(trace, candidates), "trace": traces[:-1, None]}
+    # (token - 1, candidate, feature)
+    everywhere = settings.features.observe(values, settings.n_layers, settings.vocab_size)
     token, candidate = np.nonzero(np.arange(candidates.size) <= last[:, None])
     token_end = candidate == last[token]
     actions = token_end & exited[token]
@@ -136,8 +131,10 @@ def play(
         epsilon: Share of tokens, drawn a token at a time, that exit at a uniform candidate or nowhere instead.
     """
     prompts = list(traces)
+    settings.features.check_token_level("playback")
     candidates = np.asarray(settings.candidates)
-    columns = candidates - 1
+    told = [text_values(trace, candidates) for trace in prompts]
+    named = {"depth", *settings.features.names} - {"trace"}  # `depth` in any case: it tells the number of candidates
     # the 1 keeps these apart from the streams of `synthesize`
     streams = [numpy_stream(settings.seed, Purpose.SYNTHESIS, trace.prompt_index, 1) for trace in prompts]
     options = np.asarray((0, *settings.candidates))
@@ -150,14 +147,10 @@ def play(
     exits = [np.zeros(trace.n_decided, dtype=np.int64) for trace in prompts]
     for t in range(max((trace.n_decided for trace in prompts), default=0)):
         alive = [i for i, trace in enumerate(prompts) if t < trace.n_decided]
-        observations = settings.features.observe(
-            np.stack([prompts[i].confidence[t, columns] for i in alive]),
-            np.stack([prompts[i].entropy[t, columns] for i in alive]),
-            np.asarray([running[i].value() for i in alive])[:, None],
-            candidates,
-            settings.n_layers,
-            settings.vocab_size,
-        )  # (prompt, candidate, feature)
+        values = {name: np.stack([told[i][name][t] for i in alive]) for name in named}
+        values["trace"] = np.asarray([running[i].value() for i in alive])[:, None]
+        # (prompt, candidate, feature)
+        observations = settings.features.observe(values, settings.n_layers, settings.vocab_size)
         actions = np.asarray(greedy(observations.reshape(-1, observations.shape[-1])))
         wants = actions.reshape(len(alive), candidates.size) == EXIT
         chosen = np.where(wants.any(axis=1), candidates[wants.argmax(axis=1)], 0)
@@ -165,6 +158,33 @@ def play(
             exits[i][t] = uniform[i][t] if explores[i][t] else layer
             running[i].push(-float(prompts[i].top1[t, exits[i][t] - 1]))  # 0 - 1 is the last layer
     return [replay(trace, layers, settings, rng) for trace, layers, rng in zip(prompts, exits, streams, strict=True)]
+
+
+def text_values(trace: PromptTrace, candidates: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[np.float32]]:
+    """Features at every decision that depend on the text alone, `(token, candidate)` each; `depth` is the same for all.
+
+    Args:
+        trace: Full information about the prompt.
+        candidates: Candidate layers, ascending.
+    """
+    return _text_values(trace.confidence, trace.entropy, trace.top1, trace.top2, trace.token, candidates)
+
+
+def closing_values(trace: PromptTrace, candidates: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[np.float32]]:
+    """The same for the state after the last decision, `(candidate,)` each; without meaning when EOS ended the text.
+
+    Args:
+        trace: Full information about the prompt.
+        candidates: Candidate layers, ascending.
+    """
+    return _text_values(
+        trace.closing_confidence,
+        trace.closing_entropy,
+        trace.closing_top1,
+        trace.closing_top2,
+        trace.closing_token,
+        candidates,
+    )
 
 
 def trace_feature(trace: PromptTrace, exit_layers: npt.NDArray[np.integer], window: int) -> npt.NDArray[np.float64]:
@@ -214,6 +234,29 @@ def playback_settings(
     )
 
 
+def _text_values(
+    confidence: npt.NDArray[np.float32],
+    entropy: npt.NDArray[np.float32],
+    top1: npt.NDArray[np.float32],
+    top2: npt.NDArray[np.float32],
+    token: npt.NDArray[np.int32],
+    candidates: npt.NDArray[np.integer],
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Features `(..., candidate)` of primitives `(..., layer)`."""
+    columns, n_layers = np.asarray(candidates) - 1, top1.shape[-1]
+    top1, token = top1[..., columns], token[..., columns]
+    agreement = np.zeros(top1.shape, dtype=np.float32)  # 0 at the first candidate, which has none before it
+    agreement[..., 1:] = np.where(token[..., 1:] == token[..., :-1], 1.0, -1.0)
+    return {
+        "confidence": confidence[..., columns],
+        "entropy": entropy[..., columns],
+        "surprisal": -top1,
+        "margin": top1 - top2[..., columns],
+        "agreement": agreement,
+        "depth": np.broadcast_to((columns + 1) / n_layers, top1.shape).astype(np.float32),
+    }
+
+
 def _check(trace: PromptTrace, exits: npt.NDArray[np.int64], settings: StoreSettings) -> None:
     if trace.n_layers != settings.n_layers:
         raise ValueError(f"the trace has {trace.n_layers} layers, the settings say {settings.n_layers}")
@@ -247,12 +290,6 @@ def _final_observation(
 ) -> npt.NDArray[np.float32]:
     if trace.ended_by_eos and len(observations):
         return np.asarray(observations[-1])
-    first = settings.candidates[0]
-    return settings.features.observe(
-        trace.closing_confidence[first - 1],
-        trace.closing_entropy[first - 1],
-        running,
-        first,
-        settings.n_layers,
-        settings.vocab_size,
-    )
+    values = {**closing_values(trace, np.asarray(settings.candidates)), "trace": np.asarray(running)}
+    seen = settings.features.observe(values, settings.n_layers, settings.vocab_size)  # (candidate, feature)
+    return np.asarray(seen[0])  # the token is entered, not decided: its first candidate is in view

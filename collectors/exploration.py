@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lede.decoding import RECENT_ROUNDS
 from lede.envs import Decision, Row, Rules
-from lede.features import FeatureConfig
+from lede.features import RECENT_ROUNDS, FeatureConfig
 from lede.models import EarlyExitModel
 from lede.policies import ExitAt, LayerState, Policy, PreScan, PreScanState
 from lede.rewards import CONTINUE, EXIT
@@ -138,9 +137,10 @@ class Explorer:
         features = self._policy.features if self._policy is not None else None
         if features is None:
             return np.zeros(0, dtype=np.float32)
-        # C_1 is -log of the top-1 probability
-        confidence = row.confidence if features.top_k == self.rules.features.top_k else row.surprisal
-        return features.observe(confidence, row.entropy, row.trace.value(), layer, *self._sizes)
+        values = {**row.values(), "depth": layer / self._sizes[0]}
+        if features.top_k != self.rules.features.top_k:
+            values["confidence"] = row.surprisal  # C_1 is -log of the top-1 probability
+        return features.observe(values, *self._sizes)
 
     def check_plan(self, plan: ExitAt) -> int:
         """The layer of a plan.
@@ -178,6 +178,12 @@ class Explorer:
 
     def _check_features(self, features: FeatureConfig) -> None:
         ours = self.rules.features
+        features.check_token_level("a rollout")
+        if "agreement" in features.names and self.policy_candidates != self.rules.candidates:
+            raise ValueError(
+                f"the policy's agreement is that of neighbours among its candidates {list(self.policy_candidates)}; "
+                f"those of the rollout are {list(self.rules.candidates)} and must be the same"
+            )
         if "confidence" in features.names and features.top_k not in (1, ours.top_k):
             raise ValueError(f"the policy's confidence has top_k {features.top_k}; a rollout reads 1 and {ours.top_k}")
         if "trace" in features.names and features.window != ours.window:

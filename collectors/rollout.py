@@ -124,6 +124,5 @@ class _Log:
         if self.observations:
             return self.observations[-1]
         # the first token was EOS: nothing was looked at
-        first = walk.rules.candidates[0]
-        sizes = walk.model.n_layers, walk.model.vocab_size
-        return walk.rules.features.observe(0.0, 0.0, row.trace.value(), first, *sizes)
+        values = {"trace": row.trace.value(), "depth": walk.rules.candidates[0] / walk.model.n_layers}
+        return walk.rules.features.observe(values, walk.model.n_layers, walk.model.vocab_size)

@@ -30,6 +30,7 @@ class Rules:
     """How the target draws its tokens."""
 
     def __post_init__(self) -> None:
+        self.features.check_token_level("the live exit process")
         if self.max_new_tokens < 2:
             raise ValueError(
                 f"max_new_tokens must be at least 2, got {self.max_new_tokens}: the first new token comes from the "
@@ -65,10 +66,25 @@ class Row:
     """Entropy there, in nats."""
     surprisal: float = 0.0
     """-log probability of the likeliest token there, in nats."""
+    margin: float = 0.0
+    """Difference of the two largest log probabilities there, in nats."""
+    agreement: float = 0.0
+    """1 where the likeliest token is that of the candidate before, else -1; 0 at the first candidate."""
     token: int = -1
     """The likeliest token there."""
     probabilities: torch.Tensor | None = None
     """Warped distribution `(vocabulary,)` there; None when greedy."""
+
+    def values(self) -> dict[str, float]:
+        """Features of the candidate where the row stands, but for its depth."""
+        return {
+            "confidence": self.confidence,
+            "entropy": self.entropy,
+            "trace": self.trace.value(),
+            "surprisal": self.surprisal,
+            "margin": self.margin,
+            "agreement": self.agreement,
+        }
 
     @property
     def token_index(self) -> int:

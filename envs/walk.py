@@ -58,15 +58,9 @@ class LayerWalk:
 
     def observe(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
         """Observations `(row, feature)` of rows that stand at a candidate."""
-        standing = [self.row(r) for r in rows]
-        return self.rules.features.observe(
-            [row.confidence for row in standing],
-            [row.entropy for row in standing],
-            [row.trace.value() for row in standing],
-            [self.layer(r) for r in rows],
-            self.model.n_layers,
-            self.model.vocab_size,
-        )
+        told = [{**self.row(r).values(), "depth": self.layer(r) / self.model.n_layers} for r in rows]
+        values = {name: [row[name] for row in told] for name in self.rules.features.names}
+        return self.rules.features.observe(values, self.model.n_layers, self.model.vocab_size)
 
     @torch.no_grad()
     def prefill(self, prompts: Mapping[int, tuple[int, Sequence[int]]]) -> None:
@@ -194,7 +188,9 @@ class LayerWalk:
             row = self.row(r)
             row.candidate = candidate
             row.confidence, row.entropy = read.confidence[place], read.entropy[place]
-            row.surprisal, row.token = read.surprisal[place], read.token[place]
+            row.surprisal, row.margin = read.surprisal[place], read.margin[place]
+            row.agreement = 0.0 if candidate == 0 else 1.0 if read.token[place] == row.token else -1.0
+            row.token = read.token[place]
             row.probabilities = None if chances is None else chances[i]
 
     def _draw(self, rows: list[int], logits: torch.Tensor, likeliest: list[int]) -> list[int]:
@@ -242,7 +238,7 @@ class _Reading:
 
     def __init__(self, logits: torch.Tensor, top_k: int) -> None:
         read = primitives(logits, top_k)
-        self.confidence, self.entropy, self.surprisal = torch.stack(
-            [read.confidence, read.entropy, -read.top1]
+        self.confidence, self.entropy, self.surprisal, self.margin = torch.stack(
+            [read.confidence, read.entropy, -read.top1, read.top1 - read.top2]
         ).tolist()
         self.token: list[int] = read.token.tolist()

@@ -1,7 +1,8 @@
 """A frozen policy on disk: config.json, model.safetensors and a model card. Never pickle.
 
 config.json names the policy's kind, its settings, the fingerprint of its base model (null while unbound) and the digest
-of the weights beside it, so that a folder whose parts come from two saves is noticed.
+of the weights beside it, so that a folder whose parts come from two saves is noticed. A policy that was fitted to
+seconds has the cost profile beside it in profile.json, which is read when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import tempfile
 import weakref
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ from lede.policies import POLICIES, Policy
 from lede.policies.settings import settings_from_json
 
 if TYPE_CHECKING:
+    from lede.cost_profile import CostProfile
     from lede.models import EarlyExitModel
 
 __all__ = [
@@ -37,7 +40,7 @@ __all__ = [
     "versions",
 ]
 
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CONFIG, WEIGHTS, CARD, PROFILE = "config.json", "model.safetensors", "README.md", "profile.json"
 FORMAT = 1
 """Version of the folder's layout; raised when an older lede can't read what a newer one writes."""
 
@@ -82,7 +85,8 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
     refused.
 
     Raises:
-        ValueError: The folder can't be written, or the policy's class is not one that `load_policy` knows.
+        ValueError: The folder can't be written, the policy's class is not one that `load_policy` knows, or the profile
+            that it came with can't be read.
     """
     if POLICIES.get(policy.kind) is not type(policy):
         raise ValueError(
@@ -90,6 +94,7 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
             f"{', '.join(POLICIES)}. Keep the class in your code, or add it to lede.policies.POLICIES"
         )
     weights = safetensors.numpy.save(policy.tensors(), metadata={"format": "lede"})
+    profile = None if policy.profile is None else (json.dumps(policy.profile.to_json(), indent=1) + "\n").encode()
     config = {
         "library": "lede",
         "format": FORMAT,
@@ -97,12 +102,15 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
         "config": asdict(policy.config),
         "base_model": policy.fingerprint,
         "weights_sha256": hashlib.sha256(weights).hexdigest(),
+        "profile_sha256": None if profile is None else hashlib.sha256(profile).hexdigest(),
         "versions": versions(),
     }
     target = Path(folder)
     try:
         target.mkdir(parents=True, exist_ok=True)
         write_atomically(target / WEIGHTS, weights)
+        if profile is not None:
+            write_atomically(target / PROFILE, profile)
         write_atomically(target / CARD, _card(policy).encode())
         write_atomically(target / CONFIG, (json.dumps(config, indent=2, allow_nan=False) + "\n").encode())
     except OSError as error:
@@ -136,6 +144,8 @@ def load_policy(folder: str | Path, model: EarlyExitModel | None = None) -> Poli
         policy = policy_class(settings_from_json(policy_class.config_class, dict(config["config"])))
         policy.fingerprint = _read_fingerprint(config["base_model"])
         policy.load_tensors(_read_weights(Path(folder), config["weights_sha256"]))
+        if config.get("profile_sha256") is not None:
+            policy.profile = partial(_read_profile, Path(folder), str(config["profile_sha256"]))
     except KeyError as error:
         raise ValueError(f"the policy in {folder} is damaged: {CONFIG} lacks {error}") from None
     except (OSError, TypeError, ValueError, SafetensorError) as error:
@@ -200,6 +210,24 @@ def _read_weights(folder: Path, digest: str) -> dict[str, Any]:
     return dict(safetensors.numpy.load(content))
 
 
+def _read_profile(folder: Path, digest: str) -> CostProfile:
+    """The cost profile in a policy's folder.
+
+    Raises:
+        ValueError: It is missing, damaged, or not the one that the policy was saved with.
+    """
+    from lede.cost_profile import CostProfile
+
+    path = folder / PROFILE
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read the profile of the policy in {folder}: {error}") from error
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(f"{path} is not the file that {CONFIG} was written with; save the policy again")
+    return CostProfile.load(path)
+
+
 def _card(policy: Policy) -> str:
     """The model card: YAML front matter as the hub reads it, then what a reader wants to know."""
     name = policy.fingerprint["name"] if policy.fingerprint is not None else None
@@ -209,13 +237,17 @@ def _card(policy: Policy) -> str:
     front = ["library_name: lede", *([f"base_model: {json.dumps(name)}"] if name is not None else []), "tags:"]
     settings = "\n".join(f"| {key} | `{json.dumps(value)}` |" for key, value in asdict(policy.config).items())
     base = f"It belongs to the model {name}" if name is not None else "It runs on any model that its layers fit"
+    seconds = ""
+    if policy.profile is not None:
+        p = policy.profile
+        seconds = f" It was fitted to seconds measured on {p.device} ({p.device_name}) in {p.dtype}, see {PROFILE}."
     return f"""---
 {chr(10).join([*front, *(f"- {tag}" for tag in tags)])}
 ---
 # A {policy.kind} policy for lede
 
 It decides when a language model's layers draft tokens for the model itself, and how many. {base}. The text is the
-plain model's whatever it decides.
+plain model's whatever it decides.{seconds}
 
 ```python
 import lede

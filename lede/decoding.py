@@ -12,13 +12,11 @@ import torch
 
 from lede.drafting import Draft, Drafter
 from lede.features import ConfidenceTrace, surprisal
+from lede.history import History
 from lede.models import EarlyExitModel
-from lede.policies.base import Policy, PreScanState
+from lede.policies.base import Policy
 from lede.statistics import Meter, Round
 from lede.verification import Chooser
-
-RECENT_ROUNDS = 8
-"""Rounds that drafted which enter `PreScanState.recent_acceptance`."""
 
 
 class Decoder:
@@ -47,8 +45,7 @@ class Decoder:
         self.chooser = chooser
         self.eos = eos
         self.meter = meter or Meter()
-        self._since_draft = 0
-        self._recent: list[tuple[int, int]] = []  # (drafted, accepted) of the last rounds that drafted
+        self.history = History()
 
     @torch.inference_mode()
     def decode(self, prompt: Sequence[int], max_new_tokens: int) -> Iterator[tuple[int, ...]]:
@@ -67,8 +64,8 @@ class Decoder:
         drafter = None
         if self.policy is not None:
             anchored = self.policy.uses_trace
-            trace = ConfidenceTrace(surprisal(logits), self.policy.trace_window) if anchored else None
-            drafter = self.drafter_class(self.model, self.policy, self.chooser, self.eos, self.meter, trace)
+            self.history = History(ConfidenceTrace(surprisal(logits), self.policy.trace_window) if anchored else None)
+            drafter = self.drafter_class(self.model, self.policy, self.chooser, self.eos, self.meter, self.history)
         ids.append(first)
         self.meter.enter("other")
         yield (first,)
@@ -85,9 +82,7 @@ class Decoder:
         cap = 0 if drafter is None else min(drafter.policy.config.max_draft, remaining - 1)
         if drafter is not None and cap > 0:
             self.meter.enter("policy")
-            trace = drafter.trace.value() if drafter.trace is not None else 0.0
-            state = PreScanState(trace, self._acceptance(), self._since_draft, remaining, len(ids))
-            choice = drafter.policy.pre_scan(state)
+            choice = drafter.choose_plan(remaining, len(ids))
             self.meter.enter("draft")
             draft = drafter.draft(ids, choice, cap, self.cache)
         else:
@@ -95,28 +90,20 @@ class Decoder:
             block = self.model.block(self.cache, len(ids) - 1, 1)
             draft = Draft(0, [self.model.embed(torch.tensor([[ids[-1]]], device=self.model.device), block)])
         self.meter.enter("verify")
-        return self._verify(ids, draft, drafter.trace if drafter is not None else None)
+        return self._verify(ids, draft)
 
-    def _verify(self, ids: list[int], draft: Draft, trace: ConfidenceTrace | None) -> Round:
+    def _verify(self, ids: list[int], draft: Draft) -> Round:
         """Run the remaining layers over the draft's states and accept; also a plain pass, where nothing was drafted."""
         hidden = draft.states[0] if len(draft.states) == 1 else torch.cat(draft.states, dim=1)
         block = self.model.block(self.cache, len(ids) - 1, hidden.shape[1])
         logits = self.model.head(self.model.run_layers(hidden, draft.exit_layer, self.model.n_layers, block))[0]
         accepted, following = self.chooser.verify(logits, draft.tokens, draft.distributions, ids)
         tokens = [*draft.tokens[:accepted], *([] if following is None else [following])]
-        drafted = len(draft.tokens)
+        drafted, trace = len(draft.tokens), self.history.trace
         if trace is not None:
             if accepted < drafted:
                 trace.drop(drafted - accepted - 1)  # the first rejected position was left at its exit layer: it stays
             elif following is not None:
                 trace.push(surprisal(logits[accepted]))
-        if drafted:
-            self._since_draft = 0
-            self._recent = [*self._recent, (drafted, accepted)][-RECENT_ROUNDS:]
-        else:
-            self._since_draft += 1
+        self.history.verified(drafted, accepted)
         return Round(tuple(tokens), drafted, accepted, draft.exit_layer if drafted else None)
-
-    def _acceptance(self) -> float | None:
-        drafted = sum(d for d, _ in self._recent)
-        return sum(a for _, a in self._recent) / drafted if drafted else None

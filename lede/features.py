@@ -1,184 +1,226 @@
-"""The state of the exit decision, from raw logits.
+"""The state of a decision: named features, where each is defined, and what it costs.
 
-`Primitives` depend on the text alone and can be stored; what depends on past decisions (the confidence trace) is
-computed by `ConfidenceTrace` as the decisions are made. Logarithms are natural, logits are raw: temperature 1, no
-processors, at least float32.
+A round has three stages. Before any head read, in the pre-scan, only what is already verified is known. In the scan and
+in the draft a head read at the current layer says what that layer expects next. A feature that its stage does not
+define is 0; `in_scan` and `in_draft` tell the stages apart. No feature uses a token sampled at its own position, nor a
+match that verification has not told yet.
 
-Source: LEDE (arXiv 2606.03113), section 3.1. Departs from the paper: k, the window and what enters the trace are not
-published and are our choice, and `depth` is ours: without it a Q-network cannot tell layers apart.
+Source: LEDE (arXiv 2606.03113), section 3.1, has confidence, entropy and trace. Departs from the paper: k, the window
+and what enters the trace are not published and are our choice, and all other features are ours: without `depth` a
+Q-network cannot tell layers apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+from lede.candidates import default_candidates, parse_candidates
+from lede.confidence_trace import ConfidenceTrace
+
+if TYPE_CHECKING:
+    from lede.primitives import Primitives, primitives, surprisal
+
+__all__ = [
+    "DEFAULT_FEATURES",
+    "DRAFT",
+    "FEATURES",
+    "MAX_CONFIDENCE",
+    "MAX_DRAFTED",
+    "MAX_SINCE_DRAFT",
+    "MAX_SURPRISAL",
+    "PRE_SCAN",
+    "RECENT_ROUNDS",
+    "SCAN",
+    "TEXT_FEATURES",
+    "WALL_CLOCK_FEATURES",
+    "ConfidenceTrace",
+    "Feature",
+    "FeatureConfig",
+    "Primitives",
+    "default_candidates",
+    "parse_candidates",
+    "primitives",
+    "surprisal",
+]
+
+PRE_SCAN, SCAN, DRAFT = 0, 1, 2
+"""Stages of a round that ask the policy."""
 
 MAX_CONFIDENCE = 50.0
-"""Upper bound of `confidence` and `trace`, in nats; larger values are clipped."""
+"""Upper bound of `confidence`, `trace`, `surprisal` and `margin`, in nats; larger values are clipped."""
 
 MAX_SURPRISAL = 1e4
 """Upper bound of -log probability in the primitives, in nats; a banned token has no more."""
 
-FEATURE_NAMES = ("confidence", "entropy", "trace", "depth")
+RECENT_ROUNDS = 8
+"""Rounds that drafted which enter `acceptance`."""
+
+MAX_SINCE_DRAFT = 32
+"""Upper bound of `since_draft`, in rounds."""
+
+MAX_DRAFTED = 64
+"""Upper bound of `drafted`, in tokens."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One number of the observation."""
+
+    name: str
+    """What the observation's names call it."""
+    formula: str
+    """How it is computed; p1 and p2 are the two largest probabilities at the layer, l the layer, L all layers."""
+    stages: tuple[int, ...]
+    """Where it is defined, of PRE_SCAN, SCAN and DRAFT; 0 elsewhere."""
+    high: float | None
+    """Largest value, larger ones are clipped; None for ln of the vocabulary's size."""
+    low: float = 0.0
+    """Smallest value."""
+    draft_head_reads: int = 0
+    """Head reads that it costs in the draft beyond the one that drafts; it is undefined there unless they are made."""
+
+
+_EVERYWHERE, _AT_LAYERS = (PRE_SCAN, SCAN, DRAFT), (SCAN, DRAFT)
+
+FEATURES: dict[str, Feature] = {
+    feature.name: feature
+    for feature in (
+        Feature("confidence", "C_k = -(1/k) sum of log p over the k likeliest tokens", _AT_LAYERS, MAX_CONFIDENCE),
+        Feature("entropy", "H = -sum p log p", _AT_LAYERS, None),
+        Feature("trace", "mean of -log p1 where the last positions were left", _EVERYWHERE, MAX_CONFIDENCE),
+        Feature("depth", "l / L", _AT_LAYERS, 1.0),
+        Feature("surprisal", "-log p1", _AT_LAYERS, MAX_CONFIDENCE),
+        Feature("margin", "log p1 - log p2", _AT_LAYERS, MAX_CONFIDENCE),
+        Feature(
+            "agreement",
+            "1 where the likeliest token is that of the previous candidate, else -1; 0 where that is unknown",
+            _AT_LAYERS,
+            high=1.0,
+            low=-1.0,
+            draft_head_reads=1,
+        ),
+        Feature("acceptance", "(accepted + 1) / (drafted + 2) in the last 8 rounds that drafted", _EVERYWHERE, 1.0),
+        Feature("since_draft", "rounds since the last that drafted", _EVERYWHERE, float(MAX_SINCE_DRAFT)),
+        Feature("drafted", "tokens drafted in this round before this position", _AT_LAYERS, float(MAX_DRAFTED)),
+        Feature("survival", "product of p1 over the positions drafted in this round", _AT_LAYERS, 1.0),
+        Feature("certainty", "exp(-sum of p2 / p1 over the positions drafted in this round)", _AT_LAYERS, 1.0),
+        Feature("in_scan", "1 in the scan", _AT_LAYERS, 1.0),
+        Feature("in_draft", "1 in the draft", _AT_LAYERS, 1.0),
+    )
+}
+"""Every feature by name."""
+
+DEFAULT_FEATURES = ("confidence", "entropy", "trace", "depth")
+"""The paper's three, and depth."""
+
+TEXT_FEATURES = ("confidence", "entropy", "trace", "depth", "surprisal", "margin", "agreement")
+"""What a process that decides token by token defines: nothing there knows of rounds."""
+
+WALL_CLOCK_FEATURES = (
+    "trace",
+    "depth",
+    "entropy",
+    "surprisal",
+    "margin",
+    "agreement",
+    "acceptance",
+    "since_draft",
+    "drafted",
+    "survival",
+    "certainty",
+    "in_scan",
+    "in_draft",
+)
+"""What a policy that weighs seconds looks at."""
 
 
 @dataclass(frozen=True)
 class FeatureConfig:
     """Which features make up the observation, and their settings."""
 
-    names: tuple[str, ...] = FEATURE_NAMES
+    names: tuple[str, ...] = DEFAULT_FEATURES
     """Features in the order of the observation vector."""
     top_k: int = 5
     """How many of the likeliest tokens enter `confidence`."""
     window: int = 8
     """Positions that enter `trace`, in tokens."""
+    draft_agreement: bool = False
+    """Whether `agreement` is defined in the draft too, at the price of a second head read for each position there."""
 
     def __post_init__(self) -> None:
-        odd = [name for name in self.names if name not in FEATURE_NAMES]
+        odd = [name for name in self.names if name not in FEATURES]
         if odd or not self.names or len(set(self.names)) != len(self.names):
-            raise ValueError(f"features {list(self.names)} must be distinct names out of {list(FEATURE_NAMES)}")
+            raise ValueError(f"features {list(self.names)} must be distinct names out of {list(FEATURES)}")
         if self.top_k < 1 or self.window < 1:
             raise ValueError(f"top_k and window must be at least 1, got {self.top_k} and {self.window}")
+        if self.draft_agreement and "agreement" not in self.names:
+            raise ValueError("draft_agreement pays for the feature 'agreement', which is not among the names")
+
+    @property
+    def draft_head_reads(self) -> int:
+        """Head reads of a position in the draft."""
+        return 1 + int(self.draft_agreement)
 
     def bounds(self, n_layers: int, vocab_size: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Lowest and highest observation, `(feature,)` each."""
-        low = {"confidence": 0.0, "entropy": 0.0, "trace": 0.0, "depth": 1 / n_layers}
-        high = {
-            "confidence": MAX_CONFIDENCE,
-            "entropy": math.log(vocab_size),
-            "trace": MAX_CONFIDENCE,
-            "depth": 1.0,
-        }
-        return (
-            np.array([low[name] for name in self.names], dtype=np.float32),
-            np.array([high[name] for name in self.names], dtype=np.float32),
-        )
+        low, high = _bounds(self.names, vocab_size)
+        return low.copy(), high.copy()
 
-    def observe(
-        self,
-        confidence: npt.ArrayLike,
-        entropy: npt.ArrayLike,
-        trace: npt.ArrayLike,
-        layer: npt.ArrayLike,
-        n_layers: int,
-        vocab_size: int,
-    ) -> npt.NDArray[np.float32]:
-        """The observation `(..., feature)` of values `(...)`, clipped to the bounds."""
-        values = {
-            "confidence": np.asarray(confidence, dtype=np.float32),
-            "entropy": np.asarray(entropy, dtype=np.float32),
-            "trace": np.asarray(trace, dtype=np.float32),
-            "depth": np.asarray(layer, dtype=np.float32) / np.float32(n_layers),
-        }
-        stacked = np.stack(np.broadcast_arrays(*(values[name] for name in self.names)), axis=-1)
-        low, high = self.bounds(n_layers, vocab_size)
-        clipped: npt.NDArray[np.float32] = np.clip(stacked, low, high).astype(np.float32)
-        return clipped
+    def observe(self, values: Mapping[str, npt.ArrayLike], n_layers: int, vocab_size: int) -> npt.NDArray[np.float32]:
+        """The observation `(..., feature)` of values by feature name, clipped to the bounds.
 
+        Args:
+            values: Arrays that broadcast to `(...)`, `depth` as layer / n_layers. Those that the observation does not
+                name count for the shape alone; a named feature that is missing is 0.
+            n_layers: Layers of the model.
+            vocab_size: Entries of its vocabulary.
 
-@dataclass(frozen=True)
-class Primitives:
-    """What one head read says about the next token, each `(...)`, float32 but for `token`."""
+        Raises:
+            ValueError: A value belongs to no feature, or the shapes do not fit together.
+        """
+        arrays = {name: np.asarray(value, dtype=np.float32) for name, value in values.items()}
+        if not arrays.keys() <= FEATURES.keys():
+            odd = sorted(arrays.keys() - FEATURES.keys())
+            raise ValueError(f"values {odd} belong to no feature; features are {list(FEATURES)}")
+        shape = np.broadcast_shapes(*(array.shape for array in arrays.values()))
+        seen = np.zeros((*shape, len(self.names)), dtype=np.float32)
+        for i, name in enumerate(self.names):
+            if name in arrays:
+                seen[..., i] = arrays[name]
+        low, high = _bounds(self.names, vocab_size)
+        np.maximum(seen, low, out=seen)
+        np.minimum(seen, high, out=seen)
+        return seen
 
-    confidence: torch.Tensor
-    """C_k = -(1/k) sum of log p over the k likeliest tokens, at most `MAX_CONFIDENCE`; large when the distribution is
-    peaked and k > 1."""
-    entropy: torch.Tensor
-    """H = -sum p log p, in nats."""
-    top1: torch.Tensor
-    """Log-probability of the likeliest token."""
-    top2: torch.Tensor
-    """Log-probability of the second likeliest token."""
-    token: torch.Tensor
-    """The likeliest token, int64; the lowest id among equals."""
+    def check_token_level(self, who: str) -> None:
+        """Raise ValueError when `who`, which decides token by token, does not define one of the features."""
+        unknown = [name for name in self.names if name not in TEXT_FEATURES]
+        if unknown:
+            raise ValueError(
+                f"{who} decides token by token and does not define {', '.join(unknown)}; leave them to traces and the "
+                f"wall-clock objective, or choose from {', '.join(TEXT_FEATURES)}"
+            )
 
 
-def primitives(logits: torch.Tensor, top_k: int = 5) -> Primitives:
-    """Read the primitives off raw logits `(..., vocabulary)`."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    log_p = torch.log_softmax(wide, dim=-1)
-    k = min(top_k, log_p.shape[-1])
-    top = torch.topk(log_p, max(k, min(2, log_p.shape[-1])), dim=-1).values
-    # masked vocabulary entries may be -inf, where p log p is 0, not NaN
-    entropy = -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)
-    return Primitives(
-        confidence=(-top[..., :k].mean(-1)).clamp_max(MAX_CONFIDENCE).float(),  # -inf logits would make it infinite
-        entropy=entropy.float(),
-        top1=top[..., 0].float(),
-        top2=top[..., min(1, top.shape[-1] - 1)].clamp_min(-MAX_SURPRISAL).float(),
-        token=logits.argmax(-1),
-    )
+@cache
+def _bounds(names: tuple[str, ...], vocab_size: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    features = [FEATURES[name] for name in names]
+    low = np.array([feature.low for feature in features], dtype=np.float32)
+    highs = (math.log(vocab_size) if feature.high is None else feature.high for feature in features)
+    return low, np.array(list(highs), dtype=np.float32)
 
 
-def surprisal(logits: torch.Tensor) -> float:
-    """-log probability of the likeliest token of raw logits `(vocabulary,)`, in nats."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return float(torch.logsumexp(wide, dim=-1) - wide.max())
+def __getattr__(name: str) -> Any:
+    """What reads logits, imported when asked for: torch takes a second that playing traces can do without."""
+    if name in ("Primitives", "primitives", "surprisal"):
+        import lede.primitives
 
-
-class ConfidenceTrace:
-    """C_trace: mean over the last positions of -log top-1 probability at the layer where the policy left them.
-
-    That layer is the exit layer if the policy drafted at the position and L if it did not; whether the draft was
-    accepted does not matter, so no unverified result leaks into the state. Positions are pushed as they are left and
-    removed when verification rejects what came before them.
-
-    Args:
-        anchor: The layer-L value of the last prompt position, used until a position has been pushed.
-        window: Positions that count.
-    """
-
-    def __init__(self, anchor: float, window: int) -> None:
-        self.window = window
-        self.anchor = anchor
-        self._values: list[float] = []
-
-    def value(self) -> float:
-        """The current trace, in nats."""
-        if not self._values:
-            return self.anchor
-        recent = self._values[-self.window :]
-        return math.fsum(recent) / len(recent)
-
-    def push(self, surprisal: float) -> None:
-        """Leave a position whose likeliest token had this -log probability."""
-        self._values.append(surprisal)
-
-    def drop(self, n_positions: int) -> None:
-        """Forget the last `n_positions` positions."""
-        if n_positions:
-            del self._values[-n_positions:]
-
-
-def default_candidates(n_layers: int) -> tuple[int, ...]:
-    """Candidate layers when none are given: multiples of ceil(L/8) up to L/2, at least one."""
-    step = math.ceil(n_layers / 8)
-    return tuple(range(step, n_layers // 2 + 1, step)) or (1,)
-
-
-def parse_candidates(candidates: str | Sequence[int] | None, n_layers: int) -> tuple[int, ...]:
-    """Candidate layers from "2,4,8", "all", a sequence, or None for the default.
-
-    Raises:
-        ValueError: They are not ascending layers within 1..L-1.
-    """
-    if n_layers < 2:
-        raise ValueError(f"early exit needs a model with at least 2 layers, this one has {n_layers}")
-    if candidates is None:
-        return default_candidates(n_layers)
-    if isinstance(candidates, str):
-        if candidates == "all":
-            return tuple(range(1, n_layers))
-        try:
-            candidates = [int(part) for part in candidates.split(",")]
-        except ValueError:
-            raise ValueError(f"candidates '{candidates}' must look like 2,4,8 or be 'all'") from None
-    layers = tuple(int(layer) for layer in candidates)
-    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] > n_layers - 1:
-        raise ValueError(f"candidates {list(layers)} must be ascending layers within 1..{n_layers - 1}")
-    return layers
+        return getattr(lede.primitives, name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

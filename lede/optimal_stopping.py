@@ -68,7 +68,15 @@ class StoppingProblem:
         """What the policy sees, `(candidate, state, feature)`."""
         layers = np.asarray(self.candidates)[:, None]
         entropy = np.asarray(self.entropies)[None, :]
-        return features.observe(_CONFIDENCE, entropy, _SURPRISAL, layers, self.n_layers, self.vocab_size)
+        values: dict[str, npt.ArrayLike] = {
+            "confidence": _CONFIDENCE,
+            "entropy": entropy,
+            "trace": _SURPRISAL,
+            "depth": layers / self.n_layers,
+            "surprisal": _SURPRISAL,
+            "margin": _SURPRISAL,
+        }
+        return features.observe(values, self.n_layers, self.vocab_size)
 
     def continue_values(self, values: Array) -> Array:
         """Expected return of a continue, `(candidate, state)`, when V is `values` (same shape)."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -19,7 +20,15 @@ import numpy.typing as npt
 from lede.features import FeatureConfig, parse_candidates
 
 if TYPE_CHECKING:
+    from lede.cost_profile import CostProfile
     from lede.models import EarlyExitModel
+
+BLIND = 2
+"""Where decisions are numbered, BLIND + k is the plan to draft blind at candidate k; in the pre-scan CONTINUE skips the
+draft and EXIT scans (see `lede.rewards`)."""
+
+NOTHING_OBSERVED = np.empty(0, dtype=np.float32)
+"""The observation of a policy that asks for none."""
 
 
 class PreScan(enum.Enum):
@@ -53,6 +62,8 @@ class PreScanState:
     """Tokens left in the budget."""
     n_tokens: int
     """Tokens so far, prompt included."""
+    observation: npt.NDArray[np.float32] = field(default_factory=lambda: NOTHING_OBSERVED)
+    """The policy's features, `(feature,)`; empty unless it decides the pre-scan by them."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +110,33 @@ class Policy(ABC):
         if settings:
             self.config = replace(self.config, **settings)
         self.fingerprint: dict[str, Any] | None = None  # of the base model; None while unbound
+        self._profile: CostProfile | Callable[[], CostProfile] | None = None
 
     @property
     def features(self) -> FeatureConfig | None:
         """The observation that `scan` and `draft` get; None when they look at none (no head read for it)."""
         return None
+
+    @property
+    def decides_pre_scan(self) -> bool:
+        """Whether `pre_scan` gets an observation to decide by."""
+        return self.features is not None and "in_scan" in self.features.names
+
+    @property
+    def profile(self) -> CostProfile | None:
+        """What decoding costs where the policy was fitted; None when its fit knew no seconds.
+
+        Raises:
+            ValueError: The profile in the policy's folder can't be read (any more).
+        """
+        if callable(self._profile):
+            self._profile = self._profile()
+        return self._profile
+
+    @profile.setter
+    def profile(self, profile: CostProfile | Callable[[], CostProfile] | None) -> None:
+        """Carry a profile, or what loads it when somebody asks."""
+        self._profile = profile
 
     @property
     def uses_trace(self) -> bool:
@@ -170,7 +203,7 @@ class Policy(ABC):
         """Whether to draft one more token at the exit layer; False stops the draft."""
 
     def save_pretrained(self, folder: str) -> None:
-        """Write config.json, model.safetensors and a card; see `lede.checkpoint.save_policy`."""
+        """Write config.json, model.safetensors, a card and any profile; see `lede.checkpoint.save_policy`."""
         from lede.checkpoint import save_policy
 
         save_policy(self, folder)

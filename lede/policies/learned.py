@@ -1,8 +1,7 @@
-"""The learned policy: a small Q-network, frozen, evaluated in numpy."""
+"""The learned policy: a small Q-network, frozen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -10,14 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from lede.features import FeatureConfig, parse_candidates
-from lede.policies.base import LayerState, Policy, PolicyConfig
+from lede.policies.base import BLIND, ExitAt, LayerState, Policy, PolicyConfig, PreScan, PreScanState
+from lede.q_network import Array, Layers, QNetwork, fold_normalisation
 from lede.rewards import CONTINUE, EXIT
 
 if TYPE_CHECKING:
     from lede.models import EarlyExitModel
 
-Array = npt.NDArray[np.float32]
-Layers = Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+__all__ = ["LearnedConfig", "LearnedPolicy", "QNetwork", "fold_normalisation"]
+
+_FLAGS = ("in_scan", "in_draft")
 
 
 @dataclass(frozen=True)
@@ -28,78 +29,17 @@ class LearnedConfig(PolicyConfig):
     """The observation that the network was trained on."""
 
 
-class QNetwork:
-    """A multi-layer perceptron with ReLU between its layers: observation in, value of CONTINUE and EXIT out.
-
-    Everything is allocated once, so a decision costs three numpy calls a layer at most and no garbage; the buffers make
-    one object unfit for two threads at once.
-
-    Args:
-        layers: Weight `(out, in)` and bias `(out,)` of each layer, the last with two outputs; kept as float32.
-
-    Raises:
-        ValueError: Shapes do not fit together, or a weight is not finite.
-    """
-
-    def __init__(self, layers: Layers) -> None:
-        if not layers:
-            raise ValueError("a Q-network needs at least one layer, got none")
-        self.layers: list[tuple[Array, Array]] = []
-        width = None
-        for i, (weight, bias) in enumerate(layers):
-            if weight.ndim != 2 or bias.shape != weight.shape[:1] or width not in (None, weight.shape[1]):
-                wanted = "(out, in)" if width is None else f"(out, {width})"
-                raise ValueError(f"layer {i} has weight {weight.shape} and bias {bias.shape}; {wanted} and (out,) fit")
-            if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
-                raise ValueError(f"layer {i} of the Q-network holds numbers that are not finite")
-            self.layers.append((np.array(weight, dtype=np.float32), np.array(bias, dtype=np.float32)))
-            width = weight.shape[0]
-        if width != 2:
-            raise ValueError(f"the Q-network's last layer has {width} outputs, wanted 2 (continue, exit)")
-        self.n_features = self.layers[0][0].shape[1]
-        # a constant 1 behind every input carries the bias, which saves a call a layer
-        self._weights = [np.hstack([weight, bias[:, None]]) for weight, bias in self.layers[:-1]]
-        self._inputs = [np.ones(weight.shape[1] + 1, dtype=np.float32) for weight, _ in self.layers]
-        self._heads = [buffer[:-1] for buffer in self._inputs]
-        # only the difference of the two values decides
-        weight, bias = (part.astype(np.float64) for part in self.layers[-1])
-        self._last = np.append(weight[EXIT] - weight[CONTINUE], bias[EXIT] - bias[CONTINUE]).astype(np.float32)
-
-    def __reduce__(self) -> tuple[type[QNetwork], tuple[Layers]]:
-        """Copies and pickles are built anew: a copied view would no longer share its buffer."""
-        return QNetwork, (self.layers,)
-
-    def advantage(self, observation: Array) -> float:
-        """Q(EXIT) - Q(CONTINUE) of one observation `(feature,)`."""
-        if observation.shape != (self.n_features,):
-            raise ValueError(f"the Q-network takes ({self.n_features},) features, got {observation.shape}")
-        heads, inputs = self._heads, self._inputs
-        heads[0][:] = observation
-        for i, weight in enumerate(self._weights):
-            head = heads[i + 1]
-            np.dot(weight, inputs[i], out=head)
-            np.maximum(head, 0.0, out=head)
-        return float(np.dot(self._last, inputs[-1]))
-
-    def values(self, observations: npt.ArrayLike) -> Array:
-        """Q of a batch: `(..., 2)`, float32, of observations `(..., feature)`."""
-        hidden = np.asarray(observations, dtype=np.float32)
-        if hidden.shape[-1:] != (self.n_features,):
-            raise ValueError(f"the Q-network takes (..., {self.n_features}) features, got {hidden.shape}")
-        for i, (weight, bias) in enumerate(self.layers):
-            hidden = hidden @ weight.T + bias
-            if i < len(self.layers) - 1:
-                hidden = np.maximum(hidden, np.float32(0))
-        return np.asarray(hidden, dtype=np.float32)
-
-
 class LearnedPolicy(Policy):
     """Exits where Q(EXIT) > Q(CONTINUE), and drafts on at the exit layer while that still holds; ties continue.
+
+    A network with two outputs always scans. One with 2 + K outputs, for K candidates, also decides the pre-scan, by the
+    largest of all its values: CONTINUE skips the draft, EXIT scans, 2 + k drafts blind at candidate k, and the lowest
+    of equals is taken. It must see which stage it is asked in.
 
     Made by `from_network` or loaded from a folder; without a network it refuses to run.
 
     Source: LEDE (arXiv 2606.03113), sections 3.1 to 3.3. Departs from the paper: `depth` is in the observation (see
-    `lede.features`).
+    `lede.features`), and the pre-scan is ours.
     """
 
     kind: ClassVar[str] = "learned"
@@ -157,10 +97,25 @@ class LearnedPolicy(Policy):
             raise ValueError("this learned policy has no network; load it from its folder or use from_network")
         return self._network
 
+    @property
+    def decides_pre_scan(self) -> bool:
+        """Whether the network has values for the plans of the pre-scan."""
+        return self._network is not None and self._network.n_outputs > BLIND
+
     def check_model(self, model: EarlyExitModel) -> None:
         """Raise ValueError when a candidate is outside 1..L-1 or the policy has no network."""
         super().check_model(model)
         _ = self.network
+
+    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
+        """The plan with the largest value; to scan where the network has no values for plans."""
+        if not self.decides_pre_scan:
+            return PreScan.SCAN
+        action = self.network.best(state.observation)
+        if action < BLIND:
+            return PreScan.SCAN if action == EXIT else PreScan.SKIP
+        assert self.config.candidates is not None  # or the network would have been refused
+        return ExitAt(self.config.candidates[action - BLIND])
 
     def scan(self, state: LayerState) -> bool:
         """Exit when that is worth more than going on."""
@@ -171,13 +126,42 @@ class LearnedPolicy(Policy):
         return self.network.advantage(state.observation) > 0
 
     def q_values(self, observations: npt.ArrayLike) -> Array:
-        """Q of a batch: `(..., 2)`, CONTINUE and EXIT, of observations `(..., feature)`."""
+        """Q of a batch: `(..., output)`, CONTINUE, EXIT and any plans, of observations `(..., feature)`."""
         return self.network.values(observations)
 
     def greedy(self, observations: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The actions `(...)` that `scan` takes at observations `(..., feature)`, up to float32 rounding at a tie."""
         values = self.q_values(observations)
         return np.where(values[..., EXIT] > values[..., CONTINUE], EXIT, CONTINUE).astype(np.int64)
+
+    def decide(self, observations: npt.ArrayLike, legal: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.int64]:
+        """What the policy does in any stage, `(n,)`, up to float32 rounding at a tie.
+
+        Args:
+            observations: `(n, feature)`. The stage is told by `in_scan` and `in_draft`; where the observation has
+                neither, by `legal`, or it is no pre-scan.
+            legal: Actions that may be taken, `(n, 2 + K)`; None for all that the stage has.
+
+        Raises:
+            ValueError: The network has values for another number of plans.
+        """
+        seen = np.asarray(observations, dtype=np.float32)
+        n_outputs = self.network.n_outputs
+        if legal is not None and n_outputs > BLIND and legal.shape[1] != n_outputs:
+            raise ValueError(f"the network has {n_outputs} outputs, the legal actions are {legal.shape[1]}")
+        values = np.full((len(seen), n_outputs if legal is None else legal.shape[1]), -np.inf, dtype=np.float32)
+        values[:, :n_outputs] = self.q_values(seen)
+        flags = [self.features.names.index(name) for name in _FLAGS if name in self.features.names]
+        if len(flags) == len(_FLAGS):
+            before = ~(seen[:, flags] != 0).any(axis=1)
+        else:
+            before = np.zeros(len(seen), dtype=np.bool_) if legal is None else legal[:, BLIND:].any(axis=1)
+        values[~before, BLIND:] = -np.inf
+        if n_outputs == BLIND:
+            values[before, CONTINUE] = -np.inf  # always scans
+        if legal is not None:
+            values[~legal] = -np.inf
+        return np.asarray(values.argmax(axis=1), dtype=np.int64)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """`layers.I.weight` `(out, in)` and `layers.I.bias` `(out,)`, normalisation folded in."""
@@ -205,26 +189,17 @@ class LearnedPolicy(Policy):
         names = self.config.features.names
         if network.n_features != len(names):
             raise ValueError(f"the Q-network takes {network.n_features} features, the config names {list(names)}")
+        if network.n_outputs > BLIND:
+            n_plans, candidates = network.n_outputs - BLIND, self.config.candidates
+            if candidates is None or len(candidates) != n_plans:
+                given = "none are given" if candidates is None else f"they are {list(candidates)}"
+                raise ValueError(
+                    f"a Q-network with {network.n_outputs} outputs decides the pre-scan among {n_plans} candidates, "
+                    f"but {given}"
+                )
+            if not set(_FLAGS) <= set(names):
+                raise ValueError(
+                    f"a Q-network with {network.n_outputs} outputs must see the stage: {' and '.join(_FLAGS)} belong "
+                    f"to its features, which are {list(names)}"
+                )
         self._network = network
-
-
-def fold_normalisation(
-    layers: Layers, mean: npt.ArrayLike | None = None, std: npt.ArrayLike | None = None
-) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-    """The same network on raw features: W (x - mean) / std + b becomes (W / std) x + (b - (W / std) mean).
-
-    Raises:
-        ValueError: A deviation is not a positive number.
-    """
-    folded = list(layers)
-    if folded and (mean is not None or std is not None):
-        weight, bias = (part.astype(np.float64) for part in folded[0])
-        scale = np.ones(weight.shape[1]) if std is None else np.asarray(std, dtype=np.float64)
-        if not (np.isfinite(scale).all() and (scale > 0).all()):
-            raise ValueError(f"std must be positive numbers, got {scale.tolist()}")
-        shift = np.zeros(weight.shape[1]) if mean is None else np.asarray(mean, dtype=np.float64)
-        if scale.shape != shift.shape or scale.shape != weight.shape[1:]:
-            raise ValueError(f"mean {shift.shape} and std {scale.shape} must have a number for each of the inputs")
-        weight = weight / scale
-        folded[0] = (weight, bias - weight @ shift)
-    return folded

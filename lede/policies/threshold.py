@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 Measure = Literal["probability", "entropy"]
 
-# C_1 is -log of the top-1 probability, so a limit on the probability is one on `confidence` with k = 1
+# a limit on the probability is one on its negative logarithm
 _FEATURES = {
-    "probability": FeatureConfig(names=("confidence",), top_k=1),
+    "probability": FeatureConfig(names=("surprisal",)),
     "entropy": FeatureConfig(names=("entropy",)),
 }
 

@@ -100,7 +100,7 @@ def test_observations_follow_the_formulas() -> None:
 def test_bounds_are_the_documented_ones() -> None:
     space = make().observation_space
     assert isinstance(space, gymnasium.spaces.Box)
-    np.testing.assert_allclose(space.low, [0, 0, 0, 1 / N_LAYERS])
+    np.testing.assert_array_equal(space.low, [0, 0, 0, 0])
     np.testing.assert_allclose(space.high, [50, np.log(VOCAB_SIZE), 50, 1], rtol=1e-6)
 
 

@@ -18,6 +18,8 @@ from huggingface_hub import ModelCard
 import lede.checkpoint
 from lede.atomic import write_atomically
 from lede.checkpoint import load_policy, push_to_hub, save_policy
+from lede.cost_model import Measurement
+from lede.cost_profile import CostProfile
 from lede.features import FeatureConfig
 from lede.policies import (
     LayerState,
@@ -27,6 +29,7 @@ from lede.policies import (
     StaticPolicy,
     ThresholdPolicy,
 )
+from tests.planted_costs import planted_model
 from tests.tiny_models import tiny_model
 
 torch.set_num_threads(1)
@@ -35,9 +38,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = {"config.json", "model.safetensors", "README.md"}
 
 
-def learned(seed: int = 3, **settings: Any) -> LearnedPolicy:
-    rng = np.random.default_rng(seed)
-    layers = [(rng.normal(size=(16, 4)), rng.normal(size=16)), (rng.normal(size=(2, 16)), rng.normal(size=2))]
+def learned(seed: int = 3, n_outputs: int = 2, **settings: Any) -> LearnedPolicy:
+    rng, n = np.random.default_rng(seed), n_outputs
+    layers = [(rng.normal(size=(16, 4)), rng.normal(size=16)), (rng.normal(size=(n, 16)), rng.normal(size=n))]
     return LearnedPolicy.from_network(layers, mean=np.ones(4), std=np.full(4, 2.0), **settings)
 
 
@@ -65,8 +68,13 @@ def edit(folder: Path, **changes: Any) -> None:
         ThresholdPolicy(thresholds=0.25),
         RandomPolicy(seed=5, trained_temperature=0.8),
         learned(candidates=(2, 3), features=FeatureConfig(names=("depth", "trace", "confidence", "entropy"), window=3)),
+        learned(
+            n_outputs=5,
+            candidates=(2, 3, 5),
+            features=FeatureConfig(("agreement", "survival", "in_scan", "in_draft"), draft_agreement=True),
+        ),
     ],
-    ids=["static", "thresholds", "threshold", "random", "learned"],
+    ids=["static", "thresholds", "threshold", "random", "learned", "learned with plans"],
 )
 def test_settings_survive_a_round_trip(policy: Policy, tmp_path: Path) -> None:
     policy.save_pretrained(str(tmp_path / "policy"))
@@ -76,6 +84,44 @@ def test_settings_survive_a_round_trip(policy: Policy, tmp_path: Path) -> None:
     assert not loaded.bound
     for name, tensor in policy.tensors().items():
         np.testing.assert_array_equal(loaded.tensors()[name], tensor)
+
+
+def cost_profile(device_name: str) -> CostProfile:
+    return CostProfile(
+        model="demo", fingerprint={}, candidates=(2,), contexts=(8,), repeats=1, device="cpu", device_name=device_name,
+        threads=1, dtype="float32", attention="sdpa", versions={}, costs=planted_model(), residuals={"all": 0.01},
+        measurements=(Measurement("head", 0, 0, 1, 0, 1e-3, 1e-3, 1e-3),),
+    )  # fmt: skip
+
+
+def test_a_cost_profile_travels_with_the_policy(tmp_path: Path) -> None:
+    policy = learned()
+    policy.profile = cost_profile("a fast chip")
+    save_policy(policy, tmp_path / "a")
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {*FILES, "profile.json"}
+    assert "seconds measured on cpu (a fast chip) in float32" in (tmp_path / "a" / "README.md").read_text()
+    loaded = load_policy(tmp_path / "a")
+    save_policy(loaded, tmp_path / "b")  # though nobody had looked at it
+    assert load_policy(tmp_path / "b").profile == loaded.profile == policy.profile
+    save_policy(learned(), tmp_path / "a")
+    assert load_policy(tmp_path / "a").profile is None  # the file left by the first save is not this policy's
+
+
+def test_a_profile_is_read_when_asked_for(tmp_path: Path) -> None:
+    policy = learned()
+    policy.profile = cost_profile("a")
+    save_policy(policy, tmp_path)
+    other = learned()
+    other.profile = cost_profile("b")
+    save_policy(other, tmp_path / "other")
+    (tmp_path / "profile.json").write_bytes((tmp_path / "other" / "profile.json").read_bytes())
+    loaded = load_policy(tmp_path)
+    assert decide(loaded) == decide(policy)
+    with pytest.raises(ValueError, match=r"profile\.json is not the file that config\.json was written with"):
+        _ = loaded.profile
+    (tmp_path / "profile.json").unlink()
+    with pytest.raises(ValueError, match="cannot read the profile of the policy"):
+        _ = load_policy(tmp_path).profile
 
 
 def test_a_new_process_decides_alike_without_the_training_packages(tmp_path: Path) -> None:
@@ -284,9 +330,8 @@ def test_the_card_is_readable_by_the_hub(tmp_path: Path) -> None:
     assert card.data.library_name == "lede"
     assert card.data.base_model == "LlamaForCausalLM"
     assert {"lede", "early-exit", "learned"} <= set(card.data.tags)
-    assert (
-        '| features | `{"names": ["confidence", "entropy", "trace", "depth"], "top_k": 5, "window": 8}` |' in card.text
-    )
+    names = '{"names": ["confidence", "entropy", "trace", "depth"], "top_k": 5, "window": 8, "draft_agreement": false}'
+    assert f"| features | `{names}` |" in card.text
     save_policy(StaticPolicy(), tmp_path / "unbound")
     assert ModelCard.load(tmp_path / "unbound" / "README.md").data.base_model is None
 

@@ -11,7 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lede.features import (
-    FEATURE_NAMES,
+    DEFAULT_FEATURES,
+    FEATURES,
+    PRE_SCAN,
+    TEXT_FEATURES,
+    WALL_CLOCK_FEATURES,
     ConfidenceTrace,
     FeatureConfig,
     default_candidates,
@@ -56,7 +60,8 @@ def test_ties_take_the_lowest_id() -> None:
 def test_observations_stay_inside_the_bounds(logits: list[float], dtype: torch.dtype) -> None:
     config = FeatureConfig()
     read = primitives(torch.tensor(logits).to(dtype))
-    seen = config.observe(float(read.confidence), float(read.entropy), 1e9, 3, 12, len(logits))
+    values = {"confidence": float(read.confidence), "entropy": float(read.entropy), "trace": 1e9, "depth": 3 / 12}
+    seen = config.observe(values, 12, len(logits))
     low, high = config.bounds(12, len(logits))
     assert seen.dtype == np.float32
     assert (low <= seen).all()
@@ -65,7 +70,7 @@ def test_observations_stay_inside_the_bounds(logits: list[float], dtype: torch.d
 
 def test_observation_is_in_the_order_of_the_names() -> None:
     config = FeatureConfig(("depth", "entropy"))
-    seen = config.observe([1.0, 2.0], [0.5, 0.25], 0.0, [3, 6], 12, 100)
+    seen = config.observe({"confidence": 1.0, "entropy": [0.5, 0.25], "depth": [0.25, 0.5]}, 12, 100)
     np.testing.assert_allclose(seen, [[0.25, 0.5], [0.5, 0.25]])
 
 
@@ -73,6 +78,41 @@ def test_observation_is_in_the_order_of_the_names() -> None:
 def test_odd_features_are_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="distinct names"):
         FeatureConfig(names)
+
+
+def test_missing_features_are_masked_and_others_give_the_shape_alone() -> None:
+    config = FeatureConfig(("trace", "survival", "agreement"))
+    seen = config.observe({"trace": 1.0, "entropy": np.ones((2, 3)), "agreement": [1.0, -1.0, -9.0]}, 12, 100)
+    assert seen.shape == (2, 3, 3)
+    np.testing.assert_array_equal(seen[0], [[1, 0, 1], [1, 0, -1], [1, 0, -1]])
+    assert FeatureConfig(("depth",)).observe({}, 12, 100).tolist() == [0.0]
+    with pytest.raises(ValueError, match=r"values \['layer'\] belong to no feature"):
+        config.observe({"layer": 3}, 12, 100)
+
+
+def test_the_registry() -> None:
+    assert set(DEFAULT_FEATURES) | set(WALL_CLOCK_FEATURES) | set(TEXT_FEATURES) == set(FEATURES)
+    before = {name for name, feature in FEATURES.items() if PRE_SCAN in feature.stages}
+    assert before == {"trace", "acceptance", "since_draft"}
+    assert [name for name, feature in FEATURES.items() if feature.draft_head_reads] == ["agreement"]
+    low, high = FeatureConfig(tuple(FEATURES)).bounds(12, 100)
+    assert (low <= 0).all()  # what a stage does not define is 0
+    assert (high >= 1).all()
+    low[:] = 5
+    assert FeatureConfig(tuple(FEATURES)).bounds(12, 100)[0].max() == 0
+
+
+def test_a_second_head_read_needs_a_feature_that_it_pays_for() -> None:
+    assert FeatureConfig(("agreement",), draft_agreement=True).draft_head_reads == 2
+    assert FeatureConfig(("agreement",)).draft_head_reads == 1
+    with pytest.raises(ValueError, match="draft_agreement pays for the feature 'agreement'"):
+        FeatureConfig(draft_agreement=True)
+
+
+def test_token_level_processes_refuse_what_they_do_not_define() -> None:
+    FeatureConfig(TEXT_FEATURES).check_token_level("playback")
+    with pytest.raises(ValueError, match="playback decides token by token and does not define drafted, in_scan; leave"):
+        FeatureConfig(("trace", "drafted", "in_scan")).check_token_level("playback")
 
 
 @given(st.lists(st.one_of(st.floats(0, 9), st.integers(-3, -1)), max_size=40), st.integers(1, 9))
@@ -115,5 +155,5 @@ def test_rewards_of_the_paper() -> None:
     assert break_even(7, 32) == pytest.approx(0.41, abs=0.005)
 
 
-def test_features_are_exported() -> None:
-    assert FEATURE_NAMES == ("confidence", "entropy", "trace", "depth")
+def test_default_features() -> None:
+    assert DEFAULT_FEATURES == ("confidence", "entropy", "trace", "depth")

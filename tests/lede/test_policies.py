@@ -76,8 +76,7 @@ def test_static_settings_are_checked_together() -> None:
 def test_threshold_on_probability_is_the_rule_on_top1(threshold: float) -> None:
     policy = ThresholdPolicy(thresholds=threshold)
     logits = torch.randn(200, 16, generator=torch.Generator().manual_seed(0)) * torch.linspace(0, 8, 200)[:, None]
-    read = primitives(logits, policy.features.top_k)
-    observations = policy.features.observe(read.confidence, read.entropy, 0.0, 2, N_LAYERS, 16)
+    observations = policy.features.observe({"surprisal": -primitives(logits).top1}, N_LAYERS, 16)
     decisions = [policy.scan(state(2, *row)) for row in observations]
     wanted = (torch.softmax(logits, -1).amax(-1) > threshold).tolist()
     assert decisions == wanted

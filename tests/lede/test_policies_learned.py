@@ -14,7 +14,7 @@ import torch
 
 from lede.features import FeatureConfig
 from lede.generation import generate
-from lede.policies import LayerState, LearnedConfig, LearnedPolicy
+from lede.policies import ExitAt, LayerState, LearnedConfig, LearnedPolicy, PreScan, PreScanState
 from lede.policies.learned import QNetwork, fold_normalisation
 from tests.tiny_models import plain_generate, prompt, tiny_model
 
@@ -128,6 +128,85 @@ def test_a_fingerprint_binds_and_makes_candidates_explicit() -> None:
         LearnedPolicy.from_network(random_layers(4, 2), fingerprint=print_of, candidates=(3, 16))
 
 
+STAGES = ("surprisal", "in_scan", "in_draft")
+CANDIDATES = (1, 2, 4)
+
+
+def with_plans(seed: int = 0, candidates: tuple[int, ...] | None = CANDIDATES) -> LearnedPolicy:
+    layers = random_layers(3, 16, 5, seed=seed)
+    return LearnedPolicy.from_network(layers, features=FeatureConfig(STAGES), candidates=candidates)
+
+
+def before(observation: Any) -> PreScanState:
+    return PreScanState(0.0, None, 0, 9, 9, np.asarray(observation, dtype=np.float32))
+
+
+def test_plans_of_the_pre_scan() -> None:
+    """Identity at the features: the values of the five actions are written into the observation."""
+    names = ("entropy", "margin", "trace", "survival", "surprisal", "in_scan", "in_draft")
+    layers = [(np.eye(5, 7), np.zeros(5))]
+    policy = LearnedPolicy.from_network(layers, features=FeatureConfig(names), candidates=CANDIDATES)
+    assert policy.decides_pre_scan
+    plans = {
+        (2, 1, 1, 1, 1): PreScan.SKIP,
+        (1, 2, 1, 1, 1): PreScan.SCAN,
+        (0, 1, 2, 1, 1): ExitAt(1),
+        (0, 1, 1, 1, 2): ExitAt(4),
+        (2, 2, 2, 2, 2): PreScan.SKIP,  # ties take the lowest action
+        (1, 2, 2, 2, 2): PreScan.SCAN,
+        (0, 0, 1, 1, 0): ExitAt(1),
+    }
+    for values, plan in plans.items():
+        assert policy.pre_scan(before([*values, 0, 0])) == plan
+        # the plans' values count for nothing in the other stages
+        state = LayerState(2, 0, np.asarray([*values, 1, 0], dtype=np.float32))
+        assert policy.scan(state) == policy.draft(state) == (values[1] > values[0])
+
+
+def test_two_outputs_always_scan() -> None:
+    policy = LearnedPolicy.from_network(random_layers(3, 8, 2), features=FeatureConfig(STAGES))
+    assert not policy.decides_pre_scan
+    assert policy.pre_scan(before([])) is PreScan.SCAN
+
+
+@pytest.mark.parametrize(
+    "policy", [with_plans(1), LearnedPolicy.from_network(random_layers(3, 16, 2), features=FeatureConfig(STAGES))]
+)
+def test_decisions_of_a_batch_are_the_single_ones(policy: LearnedPolicy) -> None:
+    rng = np.random.default_rng(0)
+    stage = rng.integers(3, size=600)
+    observations = np.stack([rng.uniform(0, 9, 600), stage == 1, stage == 2], axis=1).astype(np.float32)
+    numbers: dict[PreScan | ExitAt, int] = {PreScan.SKIP: 0, PreScan.SCAN: 1}
+    numbers.update({ExitAt(layer): 2 + k for k, layer in enumerate(CANDIDATES)})
+    single = [
+        numbers[policy.pre_scan(before(row))] if s == 0 else int(policy.scan(LayerState(2, 0, row)))
+        for s, row in zip(stage, observations, strict=True)
+    ]
+    np.testing.assert_array_equal(policy.decide(observations), single)
+    legal = np.ones((600, 5), dtype=np.bool_)
+    legal[stage != 0, 2:] = False
+    np.testing.assert_array_equal(policy.decide(observations, legal), single)
+    if policy.decides_pre_scan:
+        assert len(set(np.asarray(single)[stage == 0])) > 1
+    legal[:, 0] = False
+    masked = policy.decide(observations, legal)
+    assert (masked != 0).all()
+    assert (masked[stage != 0] == 1).all()
+
+
+def test_a_batch_without_stages_goes_by_what_is_legal() -> None:
+    policy = LearnedPolicy.from_network(random_layers(4, 16, 2))
+    observations = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+    np.testing.assert_array_equal(policy.decide(observations), policy.greedy(observations))
+    legal = np.ones((200, 5), dtype=np.bool_)
+    legal[100:, 2:] = False
+    found = policy.decide(observations, legal)
+    assert (found[:100] == 1).all()  # the pre-scan, which a network with two outputs doesn't decide
+    np.testing.assert_array_equal(found[100:], policy.greedy(observations[100:]))
+    with pytest.raises(ValueError, match="has 5 outputs, the legal actions are 6"):
+        with_plans().decide(np.zeros((2, 3)), np.ones((2, 6), dtype=np.bool_))
+
+
 def bad(layers: Layers, **changes: Any) -> Any:
     return lambda: LearnedPolicy.from_network(layers, **changes)
 
@@ -136,11 +215,17 @@ def bad(layers: Layers, **changes: Any) -> Any:
     ("make", "message"),
     [
         (bad([]), "at least one layer"),
-        (bad(random_layers(4, 3)), "last layer has 3 outputs, wanted 2"),
+        (bad(random_layers(4, 1)), "last layer has 1 outputs, wanted at least 2"),
         (bad(random_layers(3, 2)), r"takes 3 features, the config names \['confidence', 'entropy', 'trace', 'depth'\]"),
         (bad([*random_layers(4, 8), *random_layers(7, 2)]), r"layer 1 has weight \(2, 7\) and bias \(2,\); \(out, 8\)"),
         (bad([(np.ones((2, 4)), np.ones(3))]), r"layer 0 has weight \(2, 4\) and bias \(3,\)"),
         (bad([(np.full((2, 4), np.nan), np.ones(2))]), "layer 0 of the Q-network holds numbers that are not finite"),
+        (bad(random_layers(4, 5)), "decides the pre-scan among 3 candidates, but none are given"),
+        (bad(random_layers(4, 5), candidates=(2, 3)), r"among 3 candidates, but they are \[2, 3\]"),
+        (
+            bad(random_layers(4, 4), candidates=(2, 3)),
+            "must see the stage: in_scan and in_draft belong to its features",
+        ),
         (bad(random_layers(4, 2), std=np.array([1.0, 0.0, 1.0, 1.0])), "std must be positive"),
         (bad(random_layers(4, 2), mean=np.zeros(3)), r"mean \(3,\) and std \(4,\)"),
     ],

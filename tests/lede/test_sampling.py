@@ -6,16 +6,18 @@ then also drawn 200,000 times. Two loops that break a condition of `lede.verific
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from lede.decoding import Decoder
 from lede.drafting import Draft, Drafter
-from lede.features import FeatureConfig
-from lede.policies import RandomPolicy, StaticPolicy
+from lede.features import FEATURES, FeatureConfig
+from lede.policies import LearnedPolicy, RandomPolicy, StaticPolicy
 from lede.policies.base import LayerState, Policy
 from lede.seeding import Purpose, torch_stream
 from lede.verification import Chooser, TorchSource, Warp
@@ -53,6 +55,15 @@ def by_entropy(max_draft: int = 12) -> ByEntropy:
     return ByEntropy(candidates=(1, 2), max_draft=max_draft)
 
 
+def learned(n_outputs: int, seed: int = 0) -> LearnedPolicy:
+    """An arbitrary function of every feature there is; with more than two outputs it decides the pre-scan too."""
+    rng = np.random.default_rng(seed)
+    sizes = (len(FEATURES), 16, n_outputs)
+    layers = [(rng.normal(size=(b, a)), rng.normal(size=b)) for a, b in pairwise(sizes)]
+    features = FeatureConfig(tuple(FEATURES), top_k=2, draft_agreement=True)
+    return LearnedPolicy.from_network(layers, features=features, candidates=(1, 2))
+
+
 class BanFavourite(LogitsProcessor):
     """Bans the token that the first exit likes best after this prefix."""
 
@@ -81,6 +92,8 @@ POLICIES: dict[str, Any] = {
     "static": lambda: StaticPolicy(exit_layer=1, draft_length=3),
     "random 0": lambda: RandomPolicy(seed=0, candidates=(1, 2)),
     "random 1": lambda: RandomPolicy(seed=1, candidates=(1, 2)),
+    "learned": lambda: learned(2),
+    "learned with plans": lambda: learned(4),
 }
 
 

@@ -1,0 +1,142 @@
+"""Observations of single positions while decoding: the same numbers as `FeatureConfig.observe`, without its overhead.
+
+Only what the observation names is looked up.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lede.features import (
+    DRAFT,
+    FEATURES,
+    MAX_CONFIDENCE,
+    MAX_DRAFTED,
+    MAX_SINCE_DRAFT,
+    PRE_SCAN,
+    SCAN,
+    FeatureConfig,
+)
+from lede.head_reading import HeadReader, Reading
+from lede.history import History
+
+Observation = npt.NDArray[np.float32]
+
+_NOTHING_READ = Reading()
+
+
+class Doubt:
+    """What speaks against the draft of this round, summed over its positions at the exit layer."""
+
+    __slots__ = ("runner_up", "surprisal")
+
+    def __init__(self) -> None:
+        self.surprisal = 0.0
+        """Of -log p1, in nats."""
+        self.runner_up = 0.0
+        """Of p2 / p1."""
+
+    def add(self, surprisal: float, margin: float) -> None:
+        """A position is drafted."""
+        self.surprisal += surprisal
+        self.runner_up += math.exp(-margin)
+
+
+class Observer:
+    """Makes the observations of one policy on one model.
+
+    Args:
+        features: What is observed.
+        n_layers: Layers of the model.
+        vocab_size: Entries of its vocabulary.
+    """
+
+    def __init__(self, features: FeatureConfig, n_layers: int, vocab_size: int) -> None:
+        self.features = features
+        self.n_layers = n_layers
+        self.wants_survival = "survival" in features.names
+        self.wants_certainty = "certainty" in features.names
+        self.wants_agreement = "agreement" in features.names
+        self._reader = HeadReader(features)
+        self._most_entropy = math.log(vocab_size)
+        places = {name: i for i, name in enumerate(FEATURES)}
+        self._several = len(features.names) > 1
+        self._pick: Any = itemgetter(*(places[name] for name in features.names))
+
+    def read(self, logits: torch.Tensor) -> Reading:
+        """What the observation needs from raw logits `(vocabulary,)`."""
+        return self._reader.read(logits)
+
+    def token(self, logits: torch.Tensor) -> int:
+        """The likeliest token of raw logits `(vocabulary,)`."""
+        return self._reader.token(logits)
+
+    def before_scan(self, history: History) -> Observation:
+        """The observation `(feature,)` of the pre-scan."""
+        return self._assemble(PRE_SCAN, history, 0, _NOTHING_READ, -1, 0, 0.0, 0.0)
+
+    def in_scan(self, history: History, layer: int, reading: Reading, token_before: int) -> Observation:
+        """The observation `(feature,)` of a candidate in the scan.
+
+        Args:
+            history: Of the text.
+            layer: The candidate.
+            reading: Of the candidate.
+            token_before: The likeliest token of the candidate inspected before it; -1 for none.
+        """
+        return self._assemble(SCAN, history, layer, reading, token_before, 0, 1.0, 1.0)
+
+    def in_draft(
+        self, history: History, layer: int, reading: Reading, token_before: int, n_drafted: int, doubt: Doubt
+    ) -> Observation:
+        """The observation `(feature,)` of a position in the draft.
+
+        Args:
+            history: Of the text.
+            layer: The exit layer.
+            reading: Of the position at the exit layer.
+            token_before: The position's likeliest token at the candidate below the exit layer; -1 if nobody read it.
+            n_drafted: Tokens drafted before it in this round.
+            doubt: What their positions said at the exit layer.
+        """
+        survival, certainty = math.exp(-doubt.surprisal), math.exp(-doubt.runner_up)
+        return self._assemble(DRAFT, history, layer, reading, token_before, n_drafted, survival, certainty)
+
+    def _assemble(
+        self,
+        stage: int,
+        history: History,
+        layer: int,
+        reading: Reading,
+        token_before: int,
+        n_drafted: int,
+        survival: float,
+        certainty: float,
+    ) -> Observation:
+        surprisal, margin, entropy, confidence, token = reading
+        trace, most = history.trace_value(), MAX_CONFIDENCE
+        values = (  # in the order of FEATURES, clipped; numpy's clip would take longer than all the rest
+            confidence if confidence < most else most,
+            0.0 if entropy < 0.0 else entropy if entropy < self._most_entropy else self._most_entropy,
+            trace if trace < most else most,
+            layer / self.n_layers,
+            surprisal if surprisal < most else most,
+            margin if margin < most else most,
+            0.0 if token_before < 0 else 1.0 if token == token_before else -1.0,
+            history.acceptance,
+            history.since_draft if history.since_draft < MAX_SINCE_DRAFT else MAX_SINCE_DRAFT,
+            n_drafted if n_drafted < MAX_DRAFTED else MAX_DRAFTED,
+            survival,
+            certainty,
+            stage == SCAN,
+            stage == DRAFT,
+        )
+        # itemgetter gives a bare value for a single name
+        picked = self._pick(values)
+        return np.array(picked if self._several else (picked,), dtype=np.float32)
