@@ -16,8 +16,10 @@ import torch
 
 from lede.cache import KVCache
 from lede.cost_model import Kind, Measurement
-from lede.features import FeatureConfig, primitives
+from lede.features import WALL_CLOCK_FEATURES, ConfidenceTrace, FeatureConfig
+from lede.history import History
 from lede.models import EarlyExitModel
+from lede.observer import Observation, Observer
 from lede.policies.base import LayerState
 from lede.policies.learned import LearnedPolicy
 from lede.verification import Chooser, TorchSource, Warp
@@ -26,6 +28,12 @@ MAX_Q = 16
 """Most tokens in a verification that is timed."""
 
 _HIDDEN = (64, 64)
+_FEATURES: dict[Kind, FeatureConfig] = {
+    "features": FeatureConfig(tuple(name for name in WALL_CLOCK_FEATURES if name != "entropy")),
+    "features_entropy": FeatureConfig(WALL_CLOCK_FEATURES),
+    "features_top_k": FeatureConfig(tuple("confidence" if name == "entropy" else name for name in WALL_CLOCK_FEATURES)),
+}
+"""Observations that differ in what is read off the logits and hardly in anything else."""
 _CHUNK = 512  # tokens of a prefill at once, which bounds the memory of its masks
 
 
@@ -66,40 +74,53 @@ class Workbench:
         draw = np.random.default_rng(0)
         self._ids = torch.tensor(draw.integers(model.vocab_size, size=(1, max(*contexts, MAX_Q))), device=model.device)
         self._caches = {context: self._filled(context) for context in contexts}
+        # looked up once: next to the shortest operations, looking up the device takes long
+        on_cuda = model.device.type == "cuda"
+        self._wait: Callable[[], None] | None = partial(torch.cuda.synchronize, model.device) if on_cuda else None
         self._scratch = model.new_cache(MAX_Q)
         block = model.block(self._scratch, 0, MAX_Q)
         self._hidden = model.embed(self._ids[:, :MAX_Q], block)
         self._states = [self._hidden[:, i : i + 1] for i in range(MAX_Q)]
-        self._logits = model.head(self._hidden)
-        self._features = FeatureConfig()
-        widths = (len(self._features.names), *_HIDDEN, 2)
+        self._logits = model.head(self._hidden)[0]
+        self._observers = {
+            kind: Observer(features, model.n_layers, model.vocab_size) for kind, features in _FEATURES.items()
+        }
+        trace = ConfidenceTrace(1.0, FeatureConfig().window)
+        for value in draw.random(2 * trace.window).tolist():
+            trace.push(value)
+        self._history = History(trace)
+        widths = (len(WALL_CLOCK_FEATURES), *_HIDDEN, 2)
         network = [(draw.normal(size=(b, a)), draw.normal(size=b)) for a, b in pairwise(widths)]
-        self._policy = LearnedPolicy.from_network(network, candidates=self.candidates)
+        self._policy = LearnedPolicy.from_network(
+            network, features=FeatureConfig(WALL_CLOCK_FEATURES), candidates=self.candidates
+        )
         self._chooser = Chooser(Warp(), TorchSource(torch.Generator()))
         # the whole model's own choices, so that acceptance goes through the whole draft
-        self._drafted = self._logits[0].float().argmax(-1).tolist()
+        self._drafted = self._logits.float().argmax(-1).tolist()
 
     def cases(self) -> list[Case]:
         """Every operation to be timed."""
         depth = self.model.n_layers
-        observation = self._observe()
-        state = LayerState(self.candidates[0], 0, observation)
-        logits = self._logits[0, 0]
-        read, choose = self._head(1), partial(self._chooser.choose, logits, ())
-        pass_on = self._pass_on
-        found = [
-            Case("features", 0, 0, 1, 0, self._observe, before=(pass_on, read)),
-            Case("policy", 0, 0, 1, 0, partial(self._policy.scan, state), before=(pass_on, read, self._observe)),
-            Case("choose", 0, 0, 1, 0, choose, before=(pass_on, read)),
-        ]
+        self._read(1)()
+        look = partial(self._look, "features_entropy")
+        state = LayerState(self.candidates[0], 0, look())
+        before_scan = partial(self._observers["features"].before_scan, self._history)
+        pass_on, read = self._pass_on, self._read(1)
+        decisions: dict[Kind, tuple[Callable[[], object], tuple[Callable[[], object], ...]]] = {
+            "observe": (before_scan, (pass_on,)),
+            **{kind: (partial(self._look, kind), (pass_on, read)) for kind in _FEATURES},
+            "policy": (partial(self._policy.scan, state), (pass_on, read, look)),
+            "choose": (self._choose, (pass_on, read)),
+        }
+        found = [Case(kind, 0, 0, 1, 0, run, before=before) for kind, (run, before) in decisions.items()]
         for q in range(1, MAX_Q + 1):
             found.append(Case("head", 0, 0, q, 0, self._head(q), before=(pass_on,)))
-            found.append(Case("accept", 0, 0, q, 0, self._accept(q), before=(pass_on, self._head(q))))
+            found.append(Case("accept", 0, 0, q, 0, self._accept(q), before=(pass_on, self._read(q))))
         middle = depth // 2
         spans = {(i, i + 1) for i in (0, middle, depth - 1)}
         spans |= {(0, depth), (middle, depth), *((0, layer) for layer in self.candidates)}
         for context, cache in self._caches.items():
-            found.append(Case("embed", 0, 0, 1, context, self._embed(context), before=(pass_on, read, choose)))
+            found.append(Case("embed", 0, 0, 1, context, self._embed(context), before=(pass_on, read, self._choose)))
             for first, last in sorted(spans):
                 found.append(Case("layers", first, last, 1, context, self._layers(first, last, context), cache))
             for layer in self.verified_from():
@@ -115,10 +136,13 @@ class Workbench:
         """Seconds of one run."""
         for step in case.before:
             step()
-        _synchronize(self.model)
+        wait = self._wait
+        if wait is not None:
+            wait()
         start = perf_counter()
         case.run()
-        _synchronize(self.model)
+        if wait is not None:
+            wait()
         elapsed = perf_counter() - start
         if case.cache is not None:
             case.cache.rewind(case.context)
@@ -152,13 +176,25 @@ class Workbench:
         model, cache, hidden = self.model, self._caches[context], self._states[0]
         return lambda: model.run_layers(hidden, first, last, model.block(cache, context, 1))
 
-    def _head(self, q: int) -> Callable[[], object]:
+    def _head(self, q: int) -> Callable[[], torch.Tensor]:
         hidden = self._hidden[:, :q].contiguous()
         return lambda: self.model.head(hidden)
 
+    def _read(self, q: int) -> Callable[[], None]:
+        """A head read whose logits are kept for what is timed next, which then finds them where decoding does."""
+        head = self._head(q)
+
+        def run() -> None:
+            self._logits = head()[0]
+
+        return run
+
+    def _choose(self) -> object:
+        return self._chooser.choose(self._logits[0], ())
+
     def _accept(self, q: int) -> Callable[[], object]:
-        logits, drafted, nothing = self._logits[0, :q], self._drafted[: q - 1], [None] * (q - 1)
-        return lambda: self._chooser.verify(logits, drafted, nothing, ())
+        drafted, nothing = self._drafted[: q - 1], [None] * (q - 1)
+        return lambda: self._chooser.verify(self._logits, drafted, nothing, ())
 
     def _verify(self, layer: int, q: int, context: int) -> Callable[[], object]:
         model, cache, states = self.model, self._caches[context], self._states[:q]
@@ -172,12 +208,11 @@ class Workbench:
 
         return run
 
-    def _observe(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        values = primitives(self._logits[0, 0], self._features.top_k)
-        confidence, entropy, _ = torch.stack([values.confidence, values.entropy, values.top1]).tolist()
-        return self._features.observe(
-            confidence, entropy, 0.0, self.candidates[0], self.model.n_layers, self.model.vocab_size
-        )
+    def _look(self, kind: Kind) -> Observation:
+        """Read the logits and observe, as the drafter does in the scan."""
+        observer = self._observers[kind]
+        reading = observer.read(self._logits[0])
+        return observer.in_scan(self._history, self.candidates[0], reading, reading.token)
 
 
 @torch.inference_mode()
@@ -237,8 +272,3 @@ def device_name(device: torch.device) -> str:
 def _summary(case: Case, times: Sequence[float]) -> Measurement:
     lower, median, upper = (float(value) for value in np.quantile(times, (0.25, 0.5, 0.75)))
     return Measurement(case.kind, case.first, case.last, case.q, case.context, median, lower, upper)
-
-
-def _synchronize(model: EarlyExitModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

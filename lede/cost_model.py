@@ -18,10 +18,33 @@ from typing import Literal
 
 import numpy as np
 
-Kind = Literal["embed", "layers", "head", "features", "policy", "choose", "accept", "verify"]
+from lede.features import FeatureConfig
+
+Kind = Literal[
+    "embed",
+    "layers",
+    "head",
+    "observe",
+    "features",
+    "features_entropy",
+    "features_top_k",
+    "policy",
+    "choose",
+    "accept",
+    "verify",
+]
 Ending = Literal["stop", "cap", "eos"]
 
-_SIMPLE = ("embed", "features", "policy", "choose")
+_SIMPLE: dict[str, tuple[str, ...]] = {
+    "embed": ("embed",),
+    "observe": ("observe",),
+    "features": ("observe", "features"),
+    "features_entropy": ("observe", "features", "features_entropy"),
+    "features_top_k": ("observe", "features", "features_top_k"),
+    "policy": ("policy",),
+    "choose": ("choose",),
+}
+"""Costs in an operation without layers, once each."""
 _CONTEXT_TERMS = ("layer_context", "layer_pair")
 
 
@@ -30,7 +53,7 @@ class Measurement:
     """One operation of the engine, timed several times."""
 
     kind: Kind
-    """The operation; `verify` is layers, head and acceptance in one."""
+    """The operation; `verify` is layers, head and acceptance in one, and the features come with the observation."""
     first: int
     """Layers that the states went through before."""
     last: int
@@ -71,8 +94,14 @@ class Costs:
     """More for each further position."""
     embed: float
     """One token's block and embedding."""
+    observe: float
+    """The observation vector, once what it holds is known."""
     features: float
-    """The observation from logits, moved to the host."""
+    """Surprisal, margin and likeliest token from logits, moved to the host."""
+    features_entropy: float
+    """More for the entropy."""
+    features_top_k: float
+    """More for the confidence in more than one token."""
     policy: float
     """One decision of a Q-network with two hidden layers of 64 units."""
     choose: float
@@ -115,13 +144,42 @@ class CostModel:
         """Seconds of a plain pass: one token embedded, through all layers, read and chosen."""
         return self.costs.embed + self.verify_seconds(0, 1, context)
 
-    def decision_seconds(self) -> float:
-        """Seconds of asking a policy that observes: head read, features, policy."""
-        return self.head_seconds() + self.costs.features + self.costs.policy
+    def pre_scan_seconds(self, features: FeatureConfig | None = FeatureConfig()) -> float:
+        """Seconds of asking a policy before the scan: observation and policy; 0 for one that observes nothing."""
+        return 0.0 if features is None else self.costs.observe + self.costs.policy
 
-    def draft_seconds(self, layer: int, context: int, observes: bool = True) -> float:
-        """Seconds of one drafted token: embedded, through layers 1..layer, read, and decided on if `observes`."""
-        read = self.decision_seconds() if observes else self.head_seconds()
+    def decision_seconds(self, features: FeatureConfig | None = FeatureConfig(), drafting: bool = False) -> float:
+        """Seconds of asking a policy at a layer: head read, features, policy; 0 for one that observes nothing.
+
+        Args:
+            features: What the policy observes.
+            drafting: Whether a position of the draft is asked about, above the lowest candidate: there, features with
+                `draft_agreement` cost a second head read.
+        """
+        if features is None:
+            return 0.0
+        costs = self.costs
+        seconds = self.head_seconds() + costs.observe + costs.features + costs.policy
+        if "entropy" in features.names:
+            seconds += costs.features_entropy
+        if "confidence" in features.names and features.top_k > 1:
+            seconds += costs.features_top_k
+        if drafting and features.draft_agreement:
+            seconds += self.head_seconds() + costs.choose
+        return seconds
+
+    def draft_seconds(
+        self, layer: int, context: int, features: FeatureConfig | None = FeatureConfig(), lowest: int = 0
+    ) -> float:
+        """Seconds of one drafted token: embedded, through layers 1..layer, read, decided on and chosen.
+
+        Args:
+            layer: The exit layer.
+            context: Tokens in the cache before it.
+            features: What the policy observes; None for a policy that is not asked, whose head read drafts alone.
+            lowest: The lowest candidate.
+        """
+        read = self.head_seconds() if features is None else self.decision_seconds(features, drafting=layer > lowest)
         return self.costs.embed + self.seconds(0, layer, 1, context) + read + self.costs.choose
 
     def round_seconds(
@@ -131,7 +189,9 @@ class CostModel:
         exit_layer: int | None = None,
         n_drafted: int = 0,
         ending: Ending = "cap",
-        observes: bool = True,
+        features: FeatureConfig | None = FeatureConfig(),
+        pre_scan: bool = False,
+        lowest: int = 0,
     ) -> float:
         """Seconds of one round, operation by operation as the decoding loop runs them.
 
@@ -143,8 +203,10 @@ class CostModel:
             n_drafted: Tokens drafted, at least 1 with an exit layer.
             ending: What ended the draft: the policy ("stop", one more position went to the exit layer and was read),
                 the cap (one more position, unread), or an end of sequence (no further position).
-            observes: Whether the policy looks at features; otherwise the head is read to draft alone, and the policy's
-                own time is not charged.
+            features: What the policy observes; None for a policy that looks at nothing: the head is read to draft
+                alone, and the policy's own time is not charged.
+            pre_scan: Whether the policy was asked on an observation before the scan.
+            lowest: The lowest candidate, where `draft_agreement` has nothing to agree with and reads no second head.
 
         Raises:
             ValueError: The parts do not make a round.
@@ -159,20 +221,22 @@ class CostModel:
         if exit_layer is not None and not 1 <= exit_layer < self.n_layers:
             raise ValueError(f"exit layer {exit_layer} is outside 1..{self.n_layers - 1}")
         total = self.costs.embed
-        ask = self.decision_seconds() if observes else 0.0
+        if pre_scan:
+            total += self.pre_scan_seconds(features)
+        ask = self.decision_seconds(features)
         for start, layer in zip(layers, scanned, strict=False):
             total += self.seconds(start, layer, 1, context, resumed=start > 0) + ask
         if exit_layer is None:
             return total + self.verify_seconds(scanned[-1] if scanned else 0, 1, context)
         if not scanned:
             total += self.seconds(0, exit_layer, 1, context)
-        if not (scanned and observes):
+        if not (scanned and features is not None):
             total += self.head_seconds()
         total += self.costs.choose
-        total += sum(self.draft_seconds(exit_layer, context + i, observes) for i in range(1, n_drafted))
+        total += sum(self.draft_seconds(exit_layer, context + i, features, lowest) for i in range(1, n_drafted))
         if ending != "eos":
             total += self.costs.embed + self.seconds(0, exit_layer, 1, context + n_drafted)
-            total += ask if ending == "stop" else 0.0
+            total += self.decision_seconds(features, exit_layer > lowest) if ending == "stop" else 0.0
         return total + self.verify_seconds(exit_layer, n_drafted + (ending != "eos"), context)
 
     def predict(self, measurement: Measurement) -> float:
@@ -234,7 +298,7 @@ def _terms(kind: Kind, n_layers: int, seen: int, q: int) -> dict[str, int]:
     """How often each cost occurs in an operation."""
     more, several = q - 1, int(q > 1)
     if kind in _SIMPLE:
-        return {kind: 1}
+        return dict.fromkeys(_SIMPLE[kind], 1)
     layers = {
         "span": 1,
         "layer": n_layers,

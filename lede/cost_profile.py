@@ -1,4 +1,4 @@
-"""`lede profile`: what decoding costs on this model and machine, measured on the engine itself."""
+"""A cost profile: what decoding costs on one model and machine, as measured and as fitted, and where that holds."""
 
 from __future__ import annotations
 
@@ -6,56 +6,14 @@ import json
 import statistics
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lede.cost_model import CostModel, Costs, Measurement
+from lede.features import FeatureConfig
 
-if TYPE_CHECKING:
-    from lede.models import EarlyExitModel
-
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 DRAFT_LENGTH = 4
 """Drafted tokens of the round that break-even is told for."""
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Settings of a profile."""
-
-    out: Path
-    """The profile's file, JSON; replaced whole."""
-    model: str = "demo"
-    """Model: demo, a folder, a hub id, or a .gguf file."""
-    device: str | None = None
-    """Device, such as cuda; the CPU unless given."""
-    dtype: str | None = None
-    """Dtype of the weights, such as bfloat16; float32 on the CPU unless given."""
-    contexts: str = "128,512,2048"
-    """Context lengths in tokens; those that the model has no positions for are left out."""
-    candidates: str | None = None
-    """Candidate layers, such as 2,4,8 or all; multiples of ceil(L/8) up to L/2 unless given."""
-    repeats: int = 11
-    """Times that each operation is measured, after a warm-up."""
-
-    def __post_init__(self) -> None:
-        _ = self.context_lengths
-        if self.repeats < 1:
-            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
-
-    @property
-    def context_lengths(self) -> tuple[int, ...]:
-        """`contexts` as ascending numbers.
-
-        Raises:
-            ValueError: They are not positive whole numbers.
-        """
-        try:
-            lengths = sorted({int(part) for part in self.contexts.split(",")})
-        except ValueError:
-            lengths = [0]
-        if lengths[0] < 1:
-            raise ValueError(f"contexts '{self.contexts}' must be positive numbers of tokens, like 128,512")
-        return tuple(lengths)
 
 
 @dataclass(frozen=True)
@@ -110,10 +68,10 @@ class CostProfile:
             raise ValueError(f"context {context} was not measured; {', '.join(map(str, self.contexts))} were")
         return {q: seconds / spent[1] for q, seconds in sorted(spent.items())}
 
-    def draft_share(self, layer: int, observes: bool = False, context: int | None = None) -> float:
-        """Seconds of one drafted token over those of a plain pass; with a policy's decision if `observes`."""
+    def draft_share(self, layer: int, features: FeatureConfig | None = None, context: int | None = None) -> float:
+        """Seconds of one drafted token over those of a plain pass; with the decision of a policy that has features."""
         context = self.contexts[0] if context is None else context
-        return self.costs.draft_seconds(layer, context, observes) / self.costs.plain_seconds(context)
+        return self.costs.draft_seconds(layer, context, features) / self.costs.plain_seconds(context)
 
     def break_even(self, layer: int, length: int = DRAFT_LENGTH, context: int | None = None) -> float | None:
         """The acceptance at which blind drafts of `length` tokens from a layer are as fast as plain decoding.
@@ -122,7 +80,7 @@ class CostProfile:
         drafts that are always accepted pay.
         """
         context = self.contexts[0] if context is None else context
-        seconds = self.costs.round_seconds(context, (), layer, length, observes=False)
+        seconds = self.costs.round_seconds(context, (), layer, length, features=None)
         wanted = seconds / self.costs.plain_seconds(context)
         if wanted > length + 1:
             return None
@@ -183,61 +141,3 @@ class CostProfile:
             return cls.from_json(json.loads(Path(path).read_bytes()))
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read {path}: {error}") from error
-
-
-def profile(config: ProfileConfig, model: EarlyExitModel | None = None) -> CostProfile:
-    """Measure, fit, print a summary and write the profile.
-
-    Args:
-        config: Settings.
-        model: A model to use instead of loading `config.model`.
-
-    Raises:
-        ValueError: The model, the candidates or the file can't be used, or no context fits; before anything is timed.
-    """
-    if config.out.is_dir():
-        raise ValueError(f"{config.out} is a folder; give a file as --out")
-    import torch
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from lede.checkpoint import fingerprint, versions
-    from lede.cost_measurement import device_name, fitting, measure
-    from lede.cost_model import fit, residuals
-    from lede.cost_report import report
-    from lede.features import parse_candidates
-    from lede.models import load_model
-
-    model = load_model(config.model, config.device, config.dtype) if model is None else model
-    candidates = parse_candidates(config.candidates, model.n_layers)
-    contexts = fitting(config.context_lengths, model)
-    identity = fingerprint(model)
-    config.out.parent.mkdir(parents=True, exist_ok=True)  # fails before the measuring, not after
-    console = Console()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("measuring", total=config.repeats + 1)
-        measurements = measure(model, contexts, candidates, config.repeats, lambda: progress.advance(task))
-    costs = fit(measurements, model.windows)
-    found = CostProfile(
-        model=model.name,
-        fingerprint=identity,
-        candidates=candidates,
-        contexts=contexts,
-        repeats=config.repeats,
-        device=str(model.device),
-        device_name=device_name(model.device),
-        threads=torch.get_num_threads(),
-        dtype=identity["dtype"],
-        attention=model.attention,
-        versions=versions(),
-        measurements=tuple(measurements),
-        costs=costs,
-        residuals=residuals(costs, measurements),
-    )
-    found.save(config.out)
-    console.print(report(found))
-    left_out = [str(c) for c in config.context_lengths if c not in contexts]
-    if left_out:
-        console.print(f"left out, beyond the model's {model.max_positions} positions: {', '.join(left_out)}")
-    console.print(f"written to {config.out}", soft_wrap=True)
-    return found

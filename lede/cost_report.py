@@ -12,11 +12,17 @@ from rich.text import Text
 from lede.cost_measurement import MAX_Q
 from lede.cost_model import Measurement
 from lede.cost_profile import DRAFT_LENGTH, CostProfile
+from lede.features import WALL_CLOCK_FEATURES, FeatureConfig
+
+_ASKED = FeatureConfig(WALL_CLOCK_FEATURES)
 
 _NAMES = {
     "embed": "embedding",
     "head": "head read",
-    "features": "features",
+    "observe": "observation",
+    "features": ".. of top 1 and 2",
+    "features_entropy": ".. and entropy",
+    "features_top_k": ".. and top k",
     "policy": "policy call",
     "choose": "greedy choice",
 }
@@ -40,7 +46,7 @@ def report(profile: CostProfile) -> Group:
         _operations(profile),
         Text(f"verify(q) / verify(1) behind {context} tokens, from the middle candidate on"),
         _ratios(list(ratios), list(ratios.values())),
-        Text(f"drafting behind {context} tokens, over a plain pass; asked: with a policy's decision"),
+        Text(f"drafting behind {context} tokens, over a plain pass; asked: with a learned decision"),
         _drafts(profile),
         facts,
     ]
@@ -81,7 +87,7 @@ def _drafts(profile: CostProfile) -> Table:
         shown.add_row(
             str(layer),
             f"{profile.draft_share(layer):.2f}",
-            f"{profile.draft_share(layer, observes=True):.2f}",
+            f"{profile.draft_share(layer, _ASKED):.2f}",
             "never pays" if wanted is None else f"{wanted:.2f}",
         )
     return shown

@@ -10,12 +10,14 @@ import torch
 
 from lede.cost_model import CostModel, Costs
 from lede.models import EarlyExitModel
+from lede.observer import Observer
 from tests.tiny_models import N_LAYERS, tiny_model
 
 PLANTED = Costs(
     span=3e-5, layer=6e-4, layer_block=2e-4, layer_token=3e-5, layer_context=2e-6, layer_pair=1e-7,
     head=4e-4, head_block=1e-4, head_token=2e-5,
-    embed=5e-5, features=9e-5, policy=2e-5, choose=1e-5, accept=2e-5, accept_token=4e-6,
+    embed=5e-5, observe=6e-6, features=9e-5, features_entropy=1.5e-5, features_top_k=7e-6,
+    policy=2e-5, choose=1e-5, accept=2e-5, accept_token=4e-6,
 )  # fmt: skip
 
 
@@ -52,6 +54,12 @@ def layers_cost(model: EarlyExitModel, hidden: torch.Tensor, first: int, last: i
 def head_cost(model: EarlyExitModel, hidden: torch.Tensor) -> float:
     q = hidden.shape[1]
     return PLANTED.head + (PLANTED.head_block if q > 1 else 0) + (q - 1) * PLANTED.head_token
+
+
+def reading_cost(observer: Observer, *_: Any) -> float:
+    names, top_k = observer.features.names, observer.features.top_k
+    more = (PLANTED.features_entropy if "entropy" in names else 0.0, PLANTED.features_top_k)
+    return PLANTED.features + more[0] + (more[1] if "confidence" in names and top_k > 1 else 0.0)
 
 
 def planted_model(family: str = "llama") -> CostModel:

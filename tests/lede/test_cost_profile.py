@@ -15,14 +15,17 @@ from lede.cache import KVCache
 from lede.cli import main
 from lede.cost_measurement import fitting
 from lede.cost_model import Ending
-from lede.cost_profile import CostProfile, ProfileConfig, profile
+from lede.cost_profile import CostProfile
 from lede.decoding import Decoder
 from lede.drafting import Draft, Drafter
+from lede.features import DEFAULT_FEATURES, WALL_CLOCK_FEATURES, FeatureConfig
 from lede.models import EarlyExitModel
+from lede.observer import Observer
 from lede.policies import LearnedPolicy, Policy, StaticPolicy
-from lede.policies.base import ExitAt, LayerState, PreScan
+from lede.policies.base import ExitAt, LayerState, PreScan, PreScanState
+from lede.profiling import ProfileConfig, profile
 from lede.verification import Chooser, TorchSource, Warp
-from tests.planted_costs import PLANTED, Clock, head_cost, layers_cost, planted_model
+from tests.planted_costs import PLANTED, Clock, head_cost, layers_cost, planted_model, reading_cost
 from tests.tiny_models import N_LAYERS, plain_generate, prompt, tiny_model
 
 
@@ -36,14 +39,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock.charge(EarlyExitModel, "embed", lambda *_: PLANTED.embed, monkeypatch)
     clock.charge(LearnedPolicy, "scan", lambda *_: PLANTED.policy, monkeypatch)
     clock.charge(LearnedPolicy, "draft", lambda *_: PLANTED.policy, monkeypatch)
+    before = lambda policy, _: PLANTED.policy if policy.decides_pre_scan else 0.0  # noqa: E731
+    clock.charge(LearnedPolicy, "pre_scan", before, monkeypatch)
     clock.charge(Chooser, "choose", lambda *_: PLANTED.choose, monkeypatch)
     accept = lambda _, logits, *rest: PLANTED.accept + (len(logits) - 1) * PLANTED.accept_token  # noqa: E731
     clock.charge(Chooser, "verify", accept, monkeypatch)
-    import lede.cost_measurement
-    import lede.drafting
-
-    for module in (lede.cost_measurement, lede.drafting):
-        clock.charge(module, "primitives", lambda *_: PLANTED.features, monkeypatch)
+    clock.charge(Observer, "read", reading_cost, monkeypatch)
+    clock.charge(Observer, "token", lambda *_: PLANTED.choose, monkeypatch)
+    for stage in ("before_scan", "in_scan", "in_draft"):
+        clock.charge(Observer, stage, lambda *_: PLANTED.observe, monkeypatch)
     return clock
 
 
@@ -68,7 +72,8 @@ def test_everything_is_measured(clock: Clock, tmp_path: Path) -> None:
         verified = {(m.first, m.q) for m in found.of_kind("verify") if m.context == context}
         assert verified == {(layer, q) for layer in (0, 4) for q in range(1, 17)}
     assert [m.q for m in found.of_kind("head")] == list(range(1, 17))
-    assert all(found.of_kind(kind) for kind in ("embed", "features", "policy", "choose", "accept"))
+    assert all(found.of_kind(kind) for kind in ("embed", "observe", "policy", "choose", "accept"))
+    assert all(found.of_kind(kind) for kind in ("features", "features_entropy", "features_top_k"))
 
 
 def test_derived_facts(clock: Clock, tmp_path: Path) -> None:
@@ -78,13 +83,14 @@ def test_derived_facts(clock: Clock, tmp_path: Path) -> None:
     draft = c.embed + c.span + 2 * (c.layer + 4 * c.layer_context) + c.head + c.choose
     assert found.head_over_layer() == pytest.approx(c.head / (c.span + c.layer + 4 * c.layer_context))
     assert found.draft_share(2) == pytest.approx(draft / plain)
-    assert found.draft_share(2, observes=True) == pytest.approx((draft + c.features + c.policy) / plain)
+    asked = draft + c.observe + c.features + c.policy
+    assert found.draft_share(2, FeatureConfig(("surprisal", "trace"))) == pytest.approx(asked / plain)
     ratios = found.verification_ratios(24)
     assert ratios[7] == pytest.approx(model.verify_seconds(4, 7, 24) / model.verify_seconds(4, 1, 24))
     rate = found.break_even(2)
     assert rate is not None
     assert sum(rate**i for i in range(5)) * plain == pytest.approx(
-        model.round_seconds(4, (), 2, 4, observes=False), rel=1e-6
+        model.round_seconds(4, (), 2, 4, features=None), rel=1e-6
     )
     dear = replace(found, costs=replace(found.costs, costs=replace(PLANTED, choose=1.0)))
     assert dear.break_even(2) is None
@@ -93,14 +99,14 @@ def test_derived_facts(clock: Clock, tmp_path: Path) -> None:
 
 
 class Recorder(Drafter):
-    """Keeps the draft of the last round."""
+    """Keeps the plan and the draft of the last round."""
 
-    last: Draft | None = None
+    last: tuple[PreScan | ExitAt, Draft] | None = None
 
     def draft(self, ids: list[int], choice: PreScan | ExitAt, cap: int, cache: KVCache) -> Draft:
-        self.__class__.last = None
-        self.__class__.last = super().draft(ids, choice, cap, cache)
-        return self.__class__.last
+        draft = super().draft(ids, choice, cap, cache)
+        self.__class__.last = choice, draft
+        return draft
 
 
 class Recorded(Decoder):
@@ -113,6 +119,12 @@ class Chancy(LearnedPolicy):
     kind = "chancy"
     luck = np.random.default_rng(3)
 
+    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
+        super().pre_scan(state)
+        blind = [ExitAt(layer) for layer in self.config.candidates or ()]
+        plans: list[PreScan | ExitAt] = [PreScan.SKIP, PreScan.SCAN, *blind]
+        return plans[int(self.luck.integers(len(plans)))] if self.decides_pre_scan else PreScan.SCAN
+
     def scan(self, state: LayerState) -> bool:
         super().scan(state)
         return bool(self.luck.random() < 0.4)
@@ -122,8 +134,8 @@ class Chancy(LearnedPolicy):
         return bool(self.luck.random() < 0.7)
 
 
-def rounds_of(policy: Policy | None, observes: bool, clock: Clock, seed: int) -> set[str]:
-    """Decode, compare each round's time on the clock with the model's, and return the endings that were met."""
+def rounds_of(policy: Policy | None, clock: Clock, seed: int) -> set[str]:
+    """Decode, compare each round's time on the clock with the model's, and return the plans and endings met."""
     model, cost = tiny_model("llama"), planted_model()
     ids = prompt(seed, 6)
     eos = frozenset(plain_generate(model, ids, 40)[30:31])
@@ -131,21 +143,27 @@ def rounds_of(policy: Policy | None, observes: bool, clock: Clock, seed: int) ->
     budget, done, began = 40, 0, 0.0
     met: set[str] = set()
     for tokens in decoder.decode(ids, budget):
-        if done:
-            cap = min(policy.config.max_draft, budget - done - 1) if policy is not None else 0
-            draft = Recorder.last if cap > 0 else None
-            arguments: dict[str, Any] = {"observes": observes}
-            name = "plain"
-            if draft is not None and policy is not None:
-                reached = [layer for layer in policy.candidates_for(N_LAYERS) if layer <= draft.exit_layer]
-                arguments["scanned"] = reached if observes else ()
-                if draft.tokens:
-                    ending: Ending = "stop" if len(draft.tokens) < cap else "cap"
-                    ending = "eos" if draft.tokens[-1] in eos else ending
-                    arguments.update(exit_layer=draft.exit_layer, n_drafted=len(draft.tokens), ending=ending)
-                    name = ending
-                else:
-                    name = "no exit"
+        cap = min(policy.config.max_draft, budget - done - 1) if done and policy is not None else 0
+        if done and (cap <= 0 or policy is None):
+            assert clock.now - began == pytest.approx(cost.round_seconds(len(ids) - 1 + done), rel=1e-9)
+            met.add("plain")
+        elif done:
+            assert policy is not None
+            assert Recorder.last is not None
+            (plan, draft), candidates = Recorder.last, policy.candidates_for(N_LAYERS)
+            arguments: dict[str, Any] = {
+                "features": policy.features,
+                "pre_scan": policy.decides_pre_scan,
+                "lowest": candidates[0],
+            }
+            name = "skip" if plan is PreScan.SKIP else "blind" if isinstance(plan, ExitAt) else "scan"
+            if plan is PreScan.SCAN:
+                arguments["scanned"] = [layer for layer in candidates if layer <= draft.exit_layer]
+            if draft.tokens:
+                ending: Ending = "stop" if len(draft.tokens) < cap else "cap"
+                ending = "eos" if draft.tokens[-1] in eos else ending
+                arguments.update(exit_layer=draft.exit_layer, n_drafted=len(draft.tokens), ending=ending)
+                name += f", {ending}"
             assert clock.now - began == pytest.approx(cost.round_seconds(len(ids) - 1 + done, **arguments), rel=1e-9)
             met.add(name)
         done += len(tokens)
@@ -153,18 +171,39 @@ def rounds_of(policy: Policy | None, observes: bool, clock: Clock, seed: int) ->
     return met
 
 
-def test_rounds_of_the_real_loop_add_up(clock: Clock) -> None:
-    network = [(np.zeros((2, 4)), np.zeros(2))]
+@pytest.mark.parametrize(
+    ("names", "settings", "plans"),
+    [
+        (DEFAULT_FEATURES, {}, 0),
+        (("surprisal",), {}, 0),
+        (WALL_CLOCK_FEATURES, {}, 0),
+        (WALL_CLOCK_FEATURES, {}, 3),
+        ((*WALL_CLOCK_FEATURES, "confidence"), {"draft_agreement": True}, 3),
+        (("confidence", "agreement"), {"draft_agreement": True, "top_k": 1}, 0),
+    ],
+    ids=["default", "top 1", "wall clock", "with plans", "everything", "agreement"],
+)
+def test_rounds_of_the_real_loop_add_up(
+    names: tuple[str, ...], settings: dict[str, Any], plans: int, clock: Clock
+) -> None:
+    network = [(np.zeros((2 + plans, len(names))), np.zeros(2 + plans))]
+    features = FeatureConfig(names, **settings)
     met: set[str] = set()
-    blind: set[str] = set()
+    for seed in range(12):
+        policy = Chancy.from_network(network, features=features, candidates=(1, 2, 4), max_draft=4)
+        met |= rounds_of(policy, clock, seed)
+    assert met >= {"scan, stop", "scan, cap", "scan"}
+    assert any("eos" in name for name in met)
+    assert met >= {"skip", "blind, stop", "blind, cap"} if plans else met.isdisjoint({"skip", "blind, stop"})
+
+
+def test_rounds_without_observations_add_up(clock: Clock) -> None:
+    met: set[str] = set()
     for seed in range(8):
-        met |= rounds_of(Chancy.from_network(network, candidates=(1, 2, 4), max_draft=4), True, clock, seed)
         for length in (2, 4):
-            policy = StaticPolicy(exit_layer=2, draft_length=length, max_draft=4)
-            blind |= rounds_of(policy, False, clock, seed)
-        assert rounds_of(None, False, clock, seed) == {"plain"}
-    assert met >= {"stop", "cap", "eos", "no exit"}
-    assert blind >= {"stop", "cap", "eos"}
+            met |= rounds_of(StaticPolicy(exit_layer=2, draft_length=length, max_draft=4), clock, seed)
+        assert rounds_of(None, clock, seed) == {"plain"}
+    assert met >= {"blind, stop", "blind, cap", "blind, eos"}
 
 
 def test_round_trip(clock: Clock, tmp_path: Path) -> None:
@@ -183,7 +222,7 @@ def test_damaged_files_are_refused_by_name(clock: Clock, tmp_path: Path) -> None
     path = tmp_path / "profile.json"
     spoiled: list[tuple[object, str]] = [
         ([], "no cost profile"),
-        ({"schema_version": 99}, "schema version 99, wanted 1"),
+        ({"schema_version": 99}, "schema version 99, wanted 2"),
         ({name: value for name, value in content.items() if name != "costs"}, "damaged: 'costs'"),
         ({**content, "measurements": [{"kind": "head"}]}, "damaged"),
     ]
