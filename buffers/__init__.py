@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lede.buffers.d3rlpy_view import NStepPicker
     from lede.buffers.playback import play, playback_settings, replay, synthesize
-    from lede.buffers.records import PromptRollout, PromptTrace, StoreError, same_record
+    from lede.buffers.records import BRANCH_DEPTH, PromptRollout, PromptTrace, StoreError, same_record
     from lede.buffers.settings import StoreSettings, prompts_digest
     from lede.buffers.statistics import StoreInfo, info
     from lede.buffers.store import TraceStore, TransitionStore, open_store
@@ -25,6 +25,7 @@ _HOMES = {
     "playback_settings": "playback",
     "replay": "playback",
     "synthesize": "playback",
+    "BRANCH_DEPTH": "records",
     "PromptRollout": "records",
     "PromptTrace": "records",
     "StoreError": "records",
@@ -38,6 +39,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BRANCH_DEPTH",
     "NStepPicker",
     "PromptRollout",
     "PromptTrace",

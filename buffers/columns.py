@@ -1,7 +1,8 @@
 """Records as columns: many prompts laid end to end, and taken apart again.
 
-A shard is a set of arrays in three tables: one row a prompt (indices, lengths, final states), ragged token ids, and
-the rows themselves (decisions of rollouts, decided tokens of traces). Lengths say where a prompt begins and ends.
+A shard is a set of arrays in tables: one row a prompt (indices, lengths, final states), ragged token ids, the rows
+themselves (decisions of rollouts, decided tokens of traces), and the branches of traces. Lengths say where a prompt
+begins and ends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lede.buffers.records import PromptRollout, PromptTrace, Record, StoreError
+from lede.buffers.records import (
+    BRANCH_DTYPES,
+    CLOSING_DTYPES,
+    PromptRollout,
+    PromptTrace,
+    Record,
+    StoreError,
+    branch_shapes,
+)
 from lede.buffers.settings import Kind, StoreSettings
 
 Columns = dict[str, npt.NDArray[Any]]
@@ -22,7 +31,7 @@ RECORD_TYPES: Mapping[Kind, type[PromptTrace] | type[PromptRollout]] = {
     "traces": PromptTrace,
 }
 
-LENGTHS = {"prompt_ids": "prompt_length", "token_ids": "token_length", "rows": "row_count"}
+LENGTHS = {"prompt_ids": "prompt_length", "token_ids": "token_length", "rows": "row_count", "branches": "branch_count"}
 """The column that holds a ragged table's lengths."""
 
 _SHARED: dict[str, npt.DTypeLike] = {
@@ -41,8 +50,8 @@ def prompt_columns(settings: StoreSettings) -> dict[str, tuple[npt.DTypeLike, tu
         layers = (settings.n_layers,)
         return columns | {
             "anchor": (np.float64, ()),
-            "closing_confidence": (np.float32, layers),
-            "closing_entropy": (np.float32, layers),
+            "branch_count": (np.int32, ()),
+            **{name: (dtype, layers) for name, dtype in CLOSING_DTYPES.items()},
         }
     return columns | {"final_observation": (np.float32, (len(settings.features.names),))}
 
@@ -65,13 +74,35 @@ def row_columns(settings: StoreSettings) -> dict[str, tuple[npt.DTypeLike, tuple
     }
 
 
+def branch_columns(settings: StoreSettings) -> dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]:
+    """Columns with one row a branch, none for rollouts: dtype and shape of a row."""
+    if settings.kind != "traces":
+        return {}
+    shapes = branch_shapes(0, settings.branch_depth, settings.n_layers)
+    return {name: (dtype, shapes[name][1:]) for name, dtype in BRANCH_DTYPES.items()}
+
+
+def no_branches(settings: StoreSettings, n_prompts: int) -> Columns:
+    """What a shard of traces from before there were branches lacks: these, and the closing state's likeliest tokens.
+
+    The latter are zeros, so that the features they give are masked.
+    """
+    columns: Columns = {
+        name: np.zeros((0, *shape), dtype=dtype) for name, (dtype, shape) in branch_columns(settings).items()
+    }
+    for name in ("closing_top1", "closing_top2", "closing_token"):
+        columns[name] = np.zeros((n_prompts, settings.n_layers), dtype=CLOSING_DTYPES[name])
+    return columns | {LENGTHS["branches"]: np.zeros(n_prompts, dtype=np.int32)}
+
+
 def check_record(record: Record, settings: StoreSettings) -> None:
     """Raise ValueError when a record doesn't fit the settings of a store."""
     wanted = RECORD_TYPES[settings.kind]
     if not isinstance(record, wanted):
         raise ValueError(f"a store of {settings.kind} takes {wanted.__name__}, got {type(record).__name__}")
-    for name, (_, shape) in (prompt_columns(settings) | row_columns(settings)).items():
-        got = np.shape(getattr(record, name))[-1:] if shape else ()
+    columns = prompt_columns(settings) | row_columns(settings) | branch_columns(settings)
+    for name, (_, shape) in columns.items():
+        got = np.shape(getattr(record, name))[-len(shape) :] if shape else ()
         if shape and got != shape:
             raise ValueError(
                 f"prompt {record.prompt_index}: `{name}` has rows of shape {got}, the store's settings say {shape}"
@@ -86,7 +117,7 @@ def stack(records: Sequence[Record], settings: StoreSettings) -> Columns:
         columns[name] = np.asarray(values, dtype=dtype).reshape(len(records), *shape)
     for name in ("prompt_ids", "token_ids"):
         columns[name] = _join([getattr(record, name) for record in records], np.int64, ())
-    for name, (dtype, shape) in row_columns(settings).items():
+    for name, (dtype, shape) in (row_columns(settings) | branch_columns(settings)).items():
         columns[name] = _join([getattr(record, name) for record in records], dtype, shape)
     return columns
 
@@ -104,6 +135,8 @@ def unstack(columns: Columns, settings: StoreSettings, where: str) -> list[Recor
     """
     prompts = prompt_columns(settings)
     tables = {"prompt_ids": ["prompt_ids"], "token_ids": ["token_ids"], "rows": list(row_columns(settings))}
+    if settings.kind == "traces":
+        tables["branches"] = list(branch_columns(settings))
     n_prompts = len(columns["prompt_index"])
     bounds: dict[str, list[int]] = {}
     for table, names in tables.items():
@@ -143,7 +176,7 @@ def _prompt_value(record: Record, name: str) -> Any:
         return record.prompt_ids.size
     if name == "token_length":
         return record.token_ids.size
-    return record.n_rows if name == "row_count" else getattr(record, name)
+    return getattr(record, {"row_count": "n_rows", "branch_count": "n_branches"}.get(name, name))
 
 
 def _join(parts: list[npt.NDArray[Any]], dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:

@@ -25,7 +25,7 @@ class InfoConfig:
 
 
 def show_info(config: InfoConfig) -> None:
-    """Print rows, prompts, visits by layer and action, and agreement by layer.
+    """Print rows, prompts, visits by layer and action or branches by layer, and agreement by layer.
 
     Raises:
         ValueError: There is no store, or it is damaged; the message names the file.

@@ -9,14 +9,17 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from lede.buffers.records import StoreError
+from lede.buffers.records import BRANCH_DEPTH, StoreError
 from lede.features import FeatureConfig, parse_candidates
 from lede.fingerprints import compare_fingerprints
 from lede.rewards import RewardConfig
 
 Kind = Literal["transitions", "traces"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""Versions of the layout that this lede reads; 1 is the same without branches."""
+
 FORMAT = "lede-store"
 """Attribute `format` of every store; what tells one from other zarr groups."""
 
@@ -59,10 +62,14 @@ class StoreSettings:
     """Exploration at the first and at the last prompt; None for none."""
     prompts_digest: str = ""
     """`prompts_digest` of the prompts, in order."""
+    branch_share: float = 0.0
+    """Share of wrong drafts that traces have a branch of; 0 for none."""
+    branch_depth: int = BRANCH_DEPTH
+    """Most positions that a branch follows."""
     chat: str = "auto"
     """Whether prompts went through the chat template."""
     schema_version: int = SCHEMA_VERSION
-    """Version of the layout on disk."""
+    """Version of the layout on disk; not compared, a version that can be read can be gone on with."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the libraries in use when the store was made; for the record, not compared."""
 
@@ -70,6 +77,9 @@ class StoreSettings:
         if self.kind not in get_args(Kind):
             raise ValueError(f"kind of a store must be one of {list(get_args(Kind))}, got '{self.kind}'")
         object.__setattr__(self, "candidates", parse_candidates(self.candidates, self.n_layers))
+        if not 0 <= self.branch_share <= 1 or self.branch_depth < 1:
+            got = f"{self.branch_share} and {self.branch_depth}"
+            raise ValueError(f"branch_share must be within 0..1 and branch_depth at least 1, got {got}")
         if self.epsilon is not None:
             object.__setattr__(self, "epsilon", (float(self.epsilon[0]), float(self.epsilon[1])))
 
@@ -91,8 +101,9 @@ class StoreSettings:
         if attributes.get("format") != FORMAT:
             raise StoreError(f"{where} is no store of lede: its attributes lack format '{FORMAT}'")
         version = attributes.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise StoreError(f"{where} has schema version {version}, this lede reads {SCHEMA_VERSION}: use a newer one")
+        if version not in READABLE_VERSIONS:
+            known_versions = " and ".join(map(str, READABLE_VERSIONS))
+            raise StoreError(f"{where} has schema version {version}, this lede reads {known_versions}: use a newer one")
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in attributes.items() if name in known}
         try:
@@ -106,7 +117,7 @@ class StoreSettings:
     def differences(self, other: StoreSettings) -> list[str]:
         """Fields that change the content of a store and are not equal, as `name: this / that`."""
         mine, theirs = self.to_json(), other.to_json()
-        apart = ("versions", "model", "fingerprint")
+        apart = ("versions", "model", "fingerprint", "schema_version")
         lines = [
             f"{name}: {mine[name]} / {theirs[name]}"
             for name in mine

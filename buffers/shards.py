@@ -26,7 +26,7 @@ from zarr.codecs import ZstdCodec
 from zarr.errors import ContainsGroupError
 
 from lede.atomic import sync_folder, write_atomically
-from lede.buffers.columns import Columns, prompt_columns, row_columns
+from lede.buffers.columns import LENGTHS, Columns, branch_columns, no_branches, prompt_columns, row_columns
 from lede.buffers.records import StoreError
 from lede.buffers.settings import StoreSettings
 
@@ -124,7 +124,10 @@ def read_shard(path: Path, commit: Commit, settings: StoreSettings) -> Columns:
     """
     check_shard(path, commit)
     columns: Columns = {}
-    for name in [*prompt_columns(settings), "prompt_ids", "token_ids", *row_columns(settings)]:
+    names = [*prompt_columns(settings), "prompt_ids", "token_ids", *row_columns(settings), *branch_columns(settings)]
+    if settings.kind == "traces" and settings.schema_version == 1 and not _has_array(commit, LENGTHS["branches"]):
+        columns = no_branches(settings, len(commit.prompts))
+    for name in (name for name in names if name not in columns):
         try:
             array = zarr.open_array(path / "shards" / commit.name / name, mode="r", zarr_format=3)
             columns[name] = np.asarray(array[...])
@@ -137,6 +140,11 @@ def read_shard(path: Path, commit: Commit, settings: StoreSettings) -> Columns:
     if tuple(columns["prompt_index"].tolist()) != commit.prompts:
         raise StoreError(f"{where} holds other prompts than were committed")
     return columns
+
+
+def _has_array(commit: Commit, name: str) -> bool:
+    """Whether a shard has an array, going by its commit record."""
+    return f"{name}/zarr.json" in commit.files
 
 
 def create_root(path: Path, settings: StoreSettings) -> None:

@@ -32,6 +32,8 @@ class LayerCount:
     """Decisions to exit here; 0 for traces."""
     agreement: float | None
     """Share of exits that matched the target; for traces, mean match over all tokens. None without any."""
+    branches: int = 0
+    """Branches that this layer drafted; 0 for transitions, which have none."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class StoreInfo:
     """Candidate layers of transitions, all layers of traces."""
     duplicates: int
     """Copies of prompts that were committed more than once; readers keep one."""
+    branches: int
+    """Branches of traces."""
+    mean_branch_length: float | None
+    """Mean number of positions that a branch follows; None without any."""
     leftovers: int
     """Shards without commit record: interrupted, or being written; readers pass them over."""
 
@@ -81,10 +87,10 @@ class StoreInfo:
             facts.add_row(name, escape(value))
         layers = Table(title="Layers", title_justify="left")
         traces = self.settings.kind == "traces"
-        for heading in ("layer", *(() if traces else ("visits", "continue", "exit")), "agreement"):
+        for heading in ("layer", *(("branches",) if traces else ("visits", "continue", "exit")), "agreement"):
             layers.add_column(heading, justify="right")
         for each in self.layers:
-            counts = () if traces else (each.continues + each.exits, each.continues, each.exits)
+            counts = (each.branches,) if traces else (each.continues + each.exits, each.continues, each.exits)
             share = "-" if each.agreement is None else f"{each.agreement:.3f}"
             layers.add_row(str(each.layer), *(f"{count:,}" for count in counts), share)
         return Group(facts, layers)
@@ -99,6 +105,10 @@ class StoreInfo:
         if self.settings.kind == "transitions":
             yield "tokens without exit", f"{self.unexited:,}"
             yield "mean reward a token", "-" if self.mean_reward is None else f"{self.mean_reward:.4f}"
+            del settings["branch_share"], settings["branch_depth"]  # say nothing about rollouts
+        else:
+            length = "" if self.mean_branch_length is None else f" (mean length {self.mean_branch_length:.1f})"
+            yield "branches", f"{self.branches:,}{length}"
         notes = [f"{self.duplicates} repeated prompts passed over"] if self.duplicates else []
         notes += [f"{self.leftovers} uncommitted passed over"] if self.leftovers else []
         yield "shards", "; ".join([f"{self.shards:,}", *notes])
@@ -141,6 +151,8 @@ def info(path: str | os.PathLike[str], verify: bool = False) -> StoreInfo:
         mean_reward=rollouts.reward / rollouts.tokens if rollouts.tokens else None,
         layers=traces.layers() if is_traces else rollouts.layers(),
         duplicates=store.duplicates,
+        branches=int(traces.branches.sum()),
+        mean_branch_length=traces.mean_branch_length,
         leftovers=len(leftovers(store.path)) if store.path else 0,
     )
 
@@ -171,9 +183,11 @@ class TransitionCounter:
 
 
 class TraceCounter:
-    """Averages the match of traces, layer by layer."""
+    """Averages the match of traces and counts their branches, layer by layer."""
 
     def __init__(self, settings: StoreSettings) -> None:
+        self.branches = np.zeros(settings.n_layers, dtype=np.int64)
+        self._positions = 0  # that branches follow
         self._match = np.zeros(settings.n_layers)
         self._rows = 0
 
@@ -181,8 +195,16 @@ class TraceCounter:
         """Count one prompt."""
         self._match += trace.match.sum(axis=0, dtype=np.float64)
         self._rows += trace.n_rows
+        self.branches += np.bincount(trace.branch_layer - 1, minlength=len(self.branches))
+        self._positions += int(trace.branch_length.sum())
+
+    @property
+    def mean_branch_length(self) -> float | None:
+        """Mean number of positions that a branch follows; None without any."""
+        return self._positions / int(self.branches.sum()) if self.branches.any() else None
 
     def layers(self) -> tuple[LayerCount, ...]:
         """All layers."""
         shares = (self._match / self._rows).tolist() if self._rows else [None] * len(self._match)
-        return tuple(LayerCount(layer, 0, 0, share) for layer, share in enumerate(shares, start=1))
+        counts = zip(shares, self.branches.tolist(), strict=True)
+        return tuple(LayerCount(layer, 0, 0, share, n) for layer, (share, n) in enumerate(counts, start=1))

@@ -1,5 +1,6 @@
 """Collectors: who acts and records."""
 
+from lede.collectors.branches import BranchRules
 from lede.collectors.collection import CollectConfig, collect
 from lede.collectors.exploration import Actor, Explorer
 from lede.collectors.progress import CollectProgress
@@ -8,6 +9,7 @@ from lede.collectors.teacher import collect_teacher, read_traces
 
 __all__ = [
     "Actor",
+    "BranchRules",
     "CollectConfig",
     "CollectProgress",
     "Explorer",

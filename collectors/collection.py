@@ -9,8 +9,9 @@ from typing import Literal, get_args
 
 from rich.console import Console
 
-from lede.buffers import PromptRollout, PromptTrace, StoreSettings, StoreWriter, prompts_digest
+from lede.buffers import BRANCH_DEPTH, PromptRollout, PromptTrace, StoreSettings, StoreWriter, prompts_digest
 from lede.checkpoint import fingerprint, versions
+from lede.collectors.branches import BranchRules
 from lede.collectors.exploration import Explorer, parse_epsilon, policy_digest
 from lede.collectors.progress import CollectProgress
 from lede.collectors.rollout import NumberedPrompt, collect_rollout
@@ -30,6 +31,8 @@ UNIFORM = "uniform"
 """Name of exploration without a policy."""
 
 DEFAULT_EPSILON = "0.1"
+
+DEFAULT_BRANCHES = BranchRules().share
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,10 @@ class CollectConfig:
     """Whether to go through the prompts again when there are more episodes than prompts."""
     chat: Chat = "auto"
     """Whether prompts go through the chat template; `auto` is on for prompts from `turns`."""
+    branches: float = DEFAULT_BRANCHES
+    """Share of wrong drafts from which the teacher rolls the drafter on, 0..1. A rollout has none."""
+    branch_depth: int = BRANCH_DEPTH
+    """Positions that are followed from a wrong draft, at most."""
     final_reward: float = 0.0
     """Added to the reward of the last continue of a token without an exit."""
     shard_prompts: int = 32
@@ -88,6 +95,14 @@ class CollectConfig:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
         if self.collector == "teacher" and (self.explore != UNIFORM or self.epsilon is not None):
             raise ValueError("the teacher records every layer and acts nowhere; leave out explore and epsilon")
+        BranchRules(self.branches, self.branch_depth)
+        if self.collector == "rollout" and (
+            self.branches not in (0, DEFAULT_BRANCHES) or self.branch_depth != BRANCH_DEPTH
+        ):
+            raise ValueError(
+                "a rollout goes along the target's text and has no branches; leave out branches and branch_depth, or "
+                "collect with the teacher"
+            )
         if self.explore == UNIFORM and self.epsilon is not None:
             raise ValueError("uniform exploration has no epsilon; leave it out, or name a policy to explore around")
         if self.epsilon is not None:
@@ -159,7 +174,8 @@ def _records(
     progress: CollectProgress,
 ) -> Iterator[PromptTrace | PromptRollout]:
     if explorer is None:
-        return collect_teacher(model, waiting, rules, config.seed, config.batch_size, progress.tokens)
+        branching = BranchRules(config.branches, config.branch_depth)
+        return collect_teacher(model, waiting, rules, config.seed, config.batch_size, progress.tokens, branching)
     return collect_rollout(model, waiting, rules, explorer, config.seed, config.batch_size, progress.tokens)
 
 
@@ -213,6 +229,8 @@ def _settings(
         explore=explore if rollout else None,
         epsilon=epsilon,
         prompts_digest=prompts_digest(ids),
+        branch_share=0.0 if rollout else config.branches,
+        branch_depth=BRANCH_DEPTH if rollout else config.branch_depth,
         chat=config.chat,
         versions=versions(),
     )

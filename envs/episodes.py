@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from lede.envs.prompt_queue import PromptOrder as PromptOrder  # for the environments, beside EpisodeKind
+from lede.envs.prompt_queue import PromptQueue
 from lede.envs.rows import BETWEEN_TOKENS, Decision, Rules
 from lede.envs.walk import LayerWalk
 from lede.features import FeatureConfig, parse_candidates
@@ -19,9 +21,6 @@ from lede.verification import Warp
 
 EpisodeKind = Literal["token", "prompt"]
 """One generation step, or a whole prompt."""
-
-PromptOrder = Literal["shuffled", "sequential"]
-"""A new random order in every pass over the prompts, or the order given."""
 
 ModelSource = EarlyExitModel | str | tuple[Any, Any]
 """A model, or what `lede.load_model` loads one from."""
@@ -84,8 +83,6 @@ class Episodes:
     ) -> None:
         if episode not in get_args(EpisodeKind):
             raise ValueError(f"episode must be one of {', '.join(get_args(EpisodeKind))}, got '{episode}'")
-        if order not in get_args(PromptOrder):
-            raise ValueError(f"order must be one of {', '.join(get_args(PromptOrder))}, got '{order}'")
         if n_rows < 1:
             raise ValueError(f"num_envs must be at least 1, got {n_rows}")
         self.model = model if isinstance(model, EarlyExitModel) else load_model(model)
@@ -99,14 +96,12 @@ class Episodes:
         self.prompts = encode_prompts(self.model.tokenizer, DEFAULT_PROMPTS if prompts is None else prompts, chat)
         check_lengths(self.prompts, max_new_tokens, self.model.max_positions)
         self.episode = episode
-        self.order = order
         self.n_rows = n_rows
         self.observations = np.zeros((n_rows, len(self.rules.features.names)), dtype=np.float32)
         self.infos = {key: np.zeros(n_rows, dtype=np.int64) for key in INFO_KEYS}
         self.ended = np.ones(n_rows, dtype=np.bool_)  # rows whose next call must be `move_on`
         self._walk: LayerWalk | None = None
-        self._queue: list[int] = []
-        self._n_drawn = 0
+        self._queue = PromptQueue(len(self.prompts), order)
 
     @property
     def bounds(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -124,7 +119,7 @@ class Episodes:
             capacity = max(map(len, self.prompts)) + self.rules.max_new_tokens
             self._walk = LayerWalk(self.model, self.rules, self.n_rows, capacity)
         self._walk.seed = int(rng.integers(2**31)) if seed is None else seed
-        self._queue, self._n_drawn = [], 0
+        self._queue.start_over()
         self._next_prompts(range(self.n_rows), rng)
 
     def move_on(self, rows: Sequence[int], rng: np.random.Generator) -> None:
@@ -176,7 +171,7 @@ class Episodes:
         walk, waiting = self._started(), list(rows)
         started, failures = list(waiting), 0
         while waiting:
-            drawn = {r: self._next_prompt(rng) for r in waiting}
+            drawn = dict(zip(waiting, self._queue.take(len(waiting), rng).tolist(), strict=True))
             walk.prefill({r: (index, self.prompts[index % len(self.prompts)]) for r, index in drawn.items()})
             waiting = [r for r in waiting if walk.row(r).done]
             failures = failures + len(waiting) if len(waiting) == len(drawn) else 0
@@ -186,15 +181,6 @@ class Episodes:
                 )
         walk.enter(started)
         self._show(started)
-
-    def _next_prompt(self, rng: np.random.Generator) -> int:
-        """Index of the next prompt; in later passes it keeps counting, so that every visit has streams of its own."""
-        n = len(self.prompts)
-        if not self._queue:
-            order = rng.permutation(n) if self.order == "shuffled" else np.arange(n)
-            self._queue = (self._n_drawn + order).tolist()
-        self._n_drawn += 1
-        return self._queue.pop(0)
 
     def _show(self, rows: Sequence[int]) -> None:
         if not rows:

@@ -18,6 +18,7 @@ class Purpose(enum.IntEnum):
     PROMPT_ORDER = 4
     TRAINING = 5
     SYNTHESIS = 6
+    BRANCHES = 7
 
 
 def numpy_stream(seed: int, purpose: Purpose, *index: int) -> np.random.Generator:

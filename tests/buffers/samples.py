@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from lede.buffers import PromptRollout, PromptTrace, StoreSettings
+from lede.buffers import BRANCH_DEPTH, PromptRollout, PromptTrace, StoreSettings
 
 N_LAYERS = 6
 CANDIDATES = (1, 2, 4)
@@ -42,6 +43,28 @@ def make_trace(index: int, n_tokens: int | None = None, eos: bool | None = None,
         match=match.astype(np.float32),
         closing_confidence=(rng.exponential(size=N_LAYERS) * (not eos)).astype(np.float32),
         closing_entropy=(rng.random(N_LAYERS) * (not eos)).astype(np.float32),
+    )
+
+
+def with_branches(trace: PromptTrace, n: int, depth: int = BRANCH_DEPTH) -> PromptTrace:
+    """The trace with n branches whose every value is different and plausible."""
+    rng = np.random.default_rng(2000 + trace.prompt_index)
+    length = rng.integers(1, depth + 1, n)
+    layer = rng.choice(CANDIDATES, n)
+    followed = np.arange(depth) < length[:, None]
+    top1 = -rng.exponential(size=(n, depth))
+    token = rng.integers(0, VOCAB, (n, depth, N_LAYERS))
+    known = followed[:, :, None] & (np.arange(N_LAYERS) < layer[:, None, None])
+    return replace(
+        trace,
+        branch_row=np.sort(rng.integers(0, trace.n_decided, n)).astype(np.int32),
+        branch_layer=layer.astype(np.int16),
+        branch_length=length.astype(np.int16),
+        branch_confidence=(rng.exponential(size=(n, depth)) * 4 * followed).astype(np.float32),
+        branch_entropy=(rng.random((n, depth)) * 3 * followed).astype(np.float32),
+        branch_top1=(top1 * followed).astype(np.float32),
+        branch_top2=((top1 - rng.exponential(size=(n, depth))) * followed).astype(np.float32),
+        branch_token=np.where(known, token, -1).astype(np.int32),
     )
 
 

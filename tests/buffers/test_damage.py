@@ -88,8 +88,8 @@ def test_a_damaged_commit_record_is_named(path: Path) -> None:
 
 def test_a_newer_schema_is_refused(path: Path) -> None:
     root = path / "zarr.json"
-    root.write_text(root.read_text().replace('"schema_version": 1', '"schema_version": 2'))
-    with pytest.raises(StoreError, match="schema version 2"):
+    root.write_text(root.read_text().replace('"schema_version": 2', '"schema_version": 3'))
+    with pytest.raises(StoreError, match="schema version 3, this lede reads 1 and 2: use a newer one"):
         open_store(path)
 
 

@@ -154,6 +154,35 @@ def peaked(observations: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     return np.asarray((observations[:, 2] < 0.8) | (observations[:, 1] < 1)).astype(np.int64)
 
 
+def test_play_shows_what_the_replay_shows() -> None:
+    """Every feature that the text defines, in another order than the registry's."""
+    features = FeatureConfig(("agreement", "depth", "margin", "trace", "surprisal"))
+    traces = [make_trace(i, n_tokens=n) for i, n in enumerate((9, 3, 14))]
+    shown: list[npt.NDArray[np.float32]] = []
+
+    def doubtful(observations: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+        shown.append(observations)
+        return np.asarray(observations[:, 4] < 0.7).astype(np.int64)
+
+    for rollout in play(traces, doubtful, replace(SETTINGS, features=features)):
+        assert rollout.actions.tolist() == np.asarray(rollout.observations[:, 4] < 0.7).astype(int).tolist()
+        assert set(map(tuple, rollout.observations.tolist())) <= set(map(tuple, np.concatenate(shown).tolist()))
+        trace = traces[rollout.prompt_index]
+        for row, layer, t in zip(rollout.observations, rollout.layer, rollout.token_index - 1, strict=True):
+            assert row[4] == pytest.approx(-trace.top1[t, layer - 1])
+            assert row[2] == pytest.approx(trace.top1[t, layer - 1] - trace.top2[t, layer - 1])
+            below = {1: None, 2: 1, 4: 2}[int(layer)]
+            same = below is not None and trace.token[t, layer - 1] == trace.token[t, below - 1]
+            assert row[0] == (0 if below is None else 1 if same else -1)
+
+
+def test_play_and_replay_refuse_features_of_rounds() -> None:
+    odd = replace(SETTINGS, features=FeatureConfig(("entropy", "survival")))
+    for attempt in (lambda: replay(make_trace(0, n_tokens=3), [1, 1], odd), lambda: play([], peaked, odd)):
+        with pytest.raises(ValueError, match="playback decides token by token and does not define survival"):
+            attempt()
+
+
 def test_play_follows_the_policy_over_unequal_prompts() -> None:
     traces = [make_trace(i, n_tokens=n) for i, n in enumerate((1, 9, 3, 14))]
     for rollout in play(traces, peaked, SETTINGS):

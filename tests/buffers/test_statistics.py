@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from lede.buffers import StoreError, StoreWriter, info
-from tests.buffers.samples import CANDIDATES, make_rollout, make_trace, settings
+from tests.buffers.samples import CANDIDATES, make_rollout, make_trace, settings, with_branches
 
 
 def render(path: Path) -> list[str]:
@@ -59,10 +59,27 @@ def test_agreement_of_traces_at_every_layer(tmp_path: Path) -> None:
     assert found.mean_reward is None
 
 
+def test_branches_by_layer(tmp_path: Path) -> None:
+    path = tmp_path / "t.zarr"
+    trace = with_branches(make_trace(0, n_tokens=9), 5)
+    trace = replace(trace, branch_layer=np.array([2, 1, 2, 4, 2]), branch_length=np.array([1, 11, 2, 3, 4]))
+    with StoreWriter.open(path, settings(branch_share=0.5)) as writer:
+        writer.add(trace)
+        writer.add(make_trace(1, n_tokens=3))
+    found = info(path)
+    assert [layer.branches for layer in found.layers] == [1, 3, 0, 1, 0, 0]
+    assert (found.branches, found.mean_branch_length) == (5, 4.2)
+    cells = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in render(path)]
+    assert ["branches", "5 (mean length 4.2)"] in cells
+    assert ["branch_share", "0.5"] in cells
+    assert ["2", "3", f"{found.layers[1].agreement:.3f}"] in cells
+
+
 def test_an_empty_store_has_no_agreement(tmp_path: Path) -> None:
     StoreWriter.open(tmp_path / "t.zarr", settings()).close()
     found = info(tmp_path / "t.zarr")
     assert (found.rows, found.prompts, {layer.agreement for layer in found.layers}) == (0, 0, {None})
+    assert (found.branches, found.mean_branch_length) == (0, None)
 
 
 def test_what_readers_pass_over_is_told(tmp_path: Path) -> None:
@@ -102,6 +119,7 @@ def test_the_numbers_are_plain_json(tmp_path: Path) -> None:
         "continues": 1,
         "exits": 1,
         "agreement": int(make_rollout(0, (1, 3)).match[0]),
+        "branches": 0,
     }
     assert back["settings"]["candidates"] == list(CANDIDATES)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lede.buffers import PromptRollout, PromptTrace, StoreWriter, TraceStore, TransitionStore, open_store, same_record
-from tests.buffers.samples import CANDIDATES, N_LAYERS, make_rollout, make_trace, settings
+from tests.buffers.samples import CANDIDATES, N_LAYERS, make_rollout, make_trace, settings, with_branches
 
 
 def write(path: Path, kind: str, records: list[PromptTrace] | list[PromptRollout], shard_prompts: int = 3) -> None:
@@ -19,7 +19,7 @@ def write(path: Path, kind: str, records: list[PromptTrace] | list[PromptRollout
 
 
 def test_traces_round_trip(tmp_path: Path) -> None:
-    traces = [make_trace(i, sampled=i % 2 == 0) for i in range(8)]
+    traces = [with_branches(make_trace(i, sampled=i % 2 == 0), i % 4) for i in range(8)]
     write(tmp_path / "t.zarr", "traces", traces)
     store = open_store(tmp_path / "t.zarr", verify=True)
     assert isinstance(store, TraceStore)
@@ -144,5 +144,7 @@ def test_records_check_their_shapes() -> None:
 def test_settings_check_their_values() -> None:
     with pytest.raises(ValueError, match="kind of a store"):
         settings("pictures")
+    with pytest.raises(ValueError, match=r"branch_share must be within 0\.\.1 .* got 1\.5 and 11"):
+        settings(branch_share=1.5)
     with pytest.raises(ValueError, match=r"within 1\.\.5"):
         settings(candidates=(*CANDIDATES, N_LAYERS))

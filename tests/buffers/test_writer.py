@@ -75,6 +75,8 @@ def test_ctrl_c_keeps_what_is_complete(tmp_path: Path) -> None:
         ({"features": FeatureConfig(window=3)}, "features: .*'window': 8.* / .*'window': 3"),
         ({"prompts_digest": prompts_digest([[1, 2]])}, "prompts_digest: "),
         ({"kind": "transitions"}, "kind: traces / transitions"),
+        ({"branch_share": 0.1}, "branch_share: 0.0 / 0.1"),
+        ({"branch_depth": 5}, "branch_depth: 11 / 5"),
         ({"epsilon": (1, 0.1)}, r"epsilon: None / \[1.0, 0.1\]"),
         ({"fingerprint": {**FINGERPRINT, "logits": [1.0, 2.0, 3.0]}}, "fingerprint: logits"),
         ({"fingerprint": {**FINGERPRINT, "architecture": {"n_layers": 7}}}, "fingerprint: n_layers 6 and 7"),

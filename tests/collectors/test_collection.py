@@ -47,6 +47,26 @@ def test_settings_are_recorded(tmp_path: Path) -> None:
     assert store.prompt_indices == tuple(range(8))
 
 
+def test_the_teachers_branches_are_a_setting(tmp_path: Path) -> None:
+    teacher = config(tmp_path / "some", collector="teacher")
+    assert (teacher.branches, teacher.branch_depth) == (0.1, 11)
+    found = {}
+    for share, depth in ((0.1, 11), (1.0, 3), (0.0, 11)):
+        run = replace(teacher, out=tmp_path / f"{share}", branches=share, branch_depth=depth)
+        store = open_store(collect(run, MODEL, PROMPTS))
+        assert isinstance(store, TraceStore)
+        assert (store.settings.branch_share, store.settings.branch_depth) == (share, depth)
+        found[share] = sum(trace.n_branches for trace in store)
+        assert all(trace.branch_depth == depth for trace in store)
+    wrong = sum(int((trace.match[:, [0, 1, 3]] == 0).sum()) for trace in store)
+    assert found[1.0] == wrong > 50
+    assert found[0.0] == 0 < found[0.1] < wrong / 5
+    with pytest.raises(ValueError, match=r"branch_share: 1\.0 / 0\.5; branch_depth: 3 / 4\. Use"):
+        collect(replace(teacher, out=tmp_path / "1.0", branches=0.5, branch_depth=4), MODEL, PROMPTS)
+    rollout = open_store(collect(config(tmp_path / "r", episodes=1, branches=0), MODEL, PROMPTS))
+    assert rollout.settings.branch_share == 0
+
+
 def test_prompts_come_from_a_file_in_its_order(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     texts = ["def f():", "import os\n", "class A:"]
@@ -167,6 +187,10 @@ def test_a_saved_policy_is_recorded_with_its_digest(tmp_path: Path) -> None:
         ({"episodes": 0}, "episodes must be at least 1, got 0"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"collector": "teacher", "explore": "random"}, "leave out explore and epsilon"),
+        ({"branches": 0.5}, "a rollout .* has no branches"),
+        ({"branch_depth": 5}, "a rollout .* has no branches"),
+        ({"collector": "teacher", "branches": 1.5}, r"within 0\.\.1 of the wrong drafts, got 1\.5"),
+        ({"collector": "teacher", "branch_depth": 0}, r"branch_depth must be within 1\.\."),
         ({"epsilon": "0.1"}, "uniform exploration has no epsilon"),
         ({"explore": "random", "epsilon": "2"}, r"within 0\.\.1"),
         ({"explore": "plain"}, "never exits"),

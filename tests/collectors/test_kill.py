@@ -54,8 +54,11 @@ for text in sys.argv[2:]:
 
 def collect_into(folder: Path, collector: Any) -> None:
     explore = "random" if collector == "rollout" else "uniform"
-    settings = {"max_new_tokens": 8, "batch_size": 3, "shard_prompts": 2, "temperature": 0.7, "seed": 5}
-    config = CollectConfig(folder, collector=collector, explore=explore, **settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"max_new_tokens": 8, "batch_size": 3, "shard_prompts": 2, "seed": 5}
+    settings |= {"temperature": 0.7, "top_k": 3}  # few tokens, so that layers differ in them
+    if collector == "teacher":
+        settings["branches"] = 0.5
+    config = CollectConfig(folder, collector=collector, explore=explore, **settings)
     collect(config, tiny_model("llama"), PROMPTS)
 
 
@@ -72,7 +75,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("collector", "same", "close"),
     [
         ("rollout", ("actions", "rewards", "layer", "exit_layer", "token_end", "match"), ("observations",)),
-        ("teacher", ("token",), ("confidence", "entropy", "top1", "closing_entropy")),
+        (
+            "teacher",
+            ("token", "branch_row", "branch_layer", "branch_length", "branch_token"),
+            ("confidence", "entropy", "top1", "closing_entropy", "branch_confidence", "branch_top2"),
+        ),
     ],
 )
 def test_killed_three_times_and_resumed_equals_uninterrupted(
@@ -86,6 +93,7 @@ def test_killed_three_times_and_resumed_equals_uninterrupted(
     assert resumed.duplicates == 0
     found: list[Any] = list(resumed)
     wanted: list[Any] = list(whole)
+    assert collector == "rollout" or sum(trace.n_branches for trace in wanted) > len(PROMPTS)
     for a, b in zip(found, wanted, strict=True):
         for name in ("prompt_ids", "token_ids", *same):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)

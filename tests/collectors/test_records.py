@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from lede.buffers import PromptRollout, PromptTrace, StoreSettings, replay
 from lede.collectors import Explorer, collect_rollout, collect_teacher
 from lede.envs import LayerExitEnv, Rules
+from lede.features import TEXT_FEATURES, FeatureConfig
+from lede.policies import LearnedPolicy
 from lede.rewards import RewardConfig
 from lede.verification import Warp
 from tests.ending_models import ending_model, layer_logits, model_that_ends
@@ -65,6 +68,40 @@ def test_a_rollout_replayed_on_the_teachers_traces_is_the_same(family: str, rule
         assert_equal(rollout, replay(trace, exit_layers(rollout), settings))
 
 
+@pytest.mark.parametrize("rules", [RULES, SAMPLED], ids=["greedy", "sampled"])
+def test_every_feature_of_the_text_is_the_same_live_and_replayed(rules: Rules) -> None:
+    model, features = tiny_model("gpt2"), FeatureConfig(TEXT_FEATURES, top_k=3)
+    settings = StoreSettings(
+        kind="transitions", model="", n_layers=N_LAYERS, vocab_size=VOCAB_SIZE, candidates=(1, 2, 4), features=features
+    )
+    named = replace(rules, features=features)
+    likeliest = [TEXT_FEATURES.index(name) for name in ("surprisal", "margin")]
+    agreements = set()
+    for rollout, trace in zip(rollouts(model, named), traces(model, named), strict=True):
+        replayed = replay(trace, exit_layers(rollout), settings)
+        np.testing.assert_allclose(rollout.observations, replayed.observations, atol=1e-4)
+        np.testing.assert_allclose(rollout.final_observation, replayed.final_observation, atol=1e-4)
+        assert (rollout.observations[:, likeliest] > 0).all()
+        assert (rollout.final_observation[likeliest] > 0).all()
+        agreement = rollout.observations[:, TEXT_FEATURES.index("agreement")]
+        assert not agreement[rollout.layer == 1].any()
+        agreements |= set(agreement[rollout.layer > 1].tolist())
+    assert agreements == {-1.0, 1.0}
+
+
+def test_features_of_rounds_are_refused_where_tokens_are_decided_one_by_one() -> None:
+    features = FeatureConfig(("entropy", "acceptance", "in_scan"))
+    with pytest.raises(ValueError, match="the live exit process decides token by token and does not define acceptance"):
+        replace(RULES, features=features)
+    policy = LearnedPolicy.from_network([(np.ones((2, 3)), np.ones(2))], features=features, candidates=(1, 2, 4))
+    with pytest.raises(ValueError, match="a rollout decides token by token and does not define acceptance, in_scan"):
+        Explorer(tiny_model("gpt2"), RULES, seed=3, policy=policy)
+    features = FeatureConfig(("agreement",))
+    policy = LearnedPolicy.from_network([(np.ones((2, 1)), np.ones(2))], features=features, candidates=(1, 4))
+    with pytest.raises(ValueError, match=r"among its candidates \[1, 4\]; those of the rollout are \[1, 2, 4\]"):
+        Explorer(tiny_model("gpt2"), RULES, seed=3, policy=policy)
+
+
 def test_a_rollout_replayed_after_eos() -> None:
     model, n_tokens = model_that_ends(PROMPTS[0], 5)
     settings = StoreSettings(
@@ -79,7 +116,8 @@ def test_a_rollout_replayed_after_eos() -> None:
     assert recorded[0].ended_by_eos
     assert len(recorded[0].token_ids) == n_tokens
     np.testing.assert_array_equal(recorded[0].final_observation, recorded[0].observations[-1])
-    assert not full[0].closing_confidence.any()
+    for name in ("confidence", "entropy", "top1", "top2", "token"):
+        assert not getattr(full[0], f"closing_{name}").any()
     assert {r.ended_by_eos for r in recorded} == {True, False}
     for rollout, trace in zip(recorded, full, strict=True):
         assert_equal(rollout, replay(trace, exit_layers(rollout), settings))
@@ -140,6 +178,9 @@ def test_traces_hold_every_layers_primitives() -> None:
         np.testing.assert_array_equal(trace.match, token[decided] == np.array(new[1:])[:, None])
         np.testing.assert_allclose(trace.closing_confidence, -top[-1].mean(-1), rtol=1e-5)
         np.testing.assert_allclose(trace.closing_entropy, entropy[-1], rtol=1e-5)
+        np.testing.assert_allclose(trace.closing_top1, top[-1, :, 0], rtol=1e-5)
+        np.testing.assert_allclose(trace.closing_top2, top[-1, :, 1], rtol=1e-5)
+        np.testing.assert_array_equal(trace.closing_token, token[-1])
 
 
 def test_match_of_sampled_traces_is_the_acceptance_probability() -> None:
