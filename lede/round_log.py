@@ -1,0 +1,70 @@
+"""The rounds of a simulation, one row each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ENDINGS = ("plain", "stop", "cap", "eos")
+"""How a round ended: without a draft, by the policy, at the cap, with a drafted EOS."""
+
+_COLUMNS = ("prompt", "decision", "layer", "n_scanned", "n_drafted", "n_accepted", "n_committed", "ending", "seconds")
+
+
+class RoundLog:
+    """Rounds as columns, `(round,)`, in order by prompt and decision once `finish` has been called.
+
+    Attributes:
+        prompt: Place of the prompt in the table.
+        decision: First decision of the round, from 1.
+        layer: Exit layer; 0 for a plain pass.
+        n_scanned: Candidates inspected in the scan.
+        n_drafted: Drafted tokens.
+        n_accepted: Drafted tokens that verification kept.
+        n_committed: Tokens committed.
+        ending: Place in `ENDINGS`.
+        seconds: Spent.
+    """
+
+    prompt: npt.NDArray[np.int64]
+    decision: npt.NDArray[np.int64]
+    layer: npt.NDArray[np.int64]
+    n_scanned: npt.NDArray[np.int64]
+    n_drafted: npt.NDArray[np.int64]
+    n_accepted: npt.NDArray[np.int64]
+    n_committed: npt.NDArray[np.int64]
+    ending: npt.NDArray[np.int64]
+    seconds: npt.NDArray[np.float64]
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[npt.NDArray[Any], ...]] = []
+
+    def write(
+        self,
+        prompt: npt.NDArray[np.int64],
+        decision: npt.NDArray[np.int64],
+        layer: npt.NDArray[np.int64],
+        n_scanned: npt.NDArray[np.int64],
+        n_drafted: npt.NDArray[np.int64],
+        n_accepted: npt.NDArray[np.int64],
+        n_committed: npt.NDArray[np.int64],
+        ending: str,
+        seconds: npt.NDArray[np.float64],
+    ) -> None:
+        """Add rounds that ended alike."""
+        which = np.full(prompt.size, ENDINGS.index(ending))
+        self._parts.append((prompt, decision, layer, n_scanned, n_drafted, n_accepted, n_committed, which, seconds))
+
+    def finish(self) -> None:
+        """Put the rounds in order."""
+        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
+        columns = columns or [np.zeros(0, dtype=np.int64)] * len(_COLUMNS)
+        order = np.lexsort((columns[1], columns[0]))
+        for name, column in zip(_COLUMNS, columns, strict=True):
+            setattr(self, name, column[order])
+        self._parts = []
+
+    def __len__(self) -> int:
+        return self.prompt.size

@@ -1,0 +1,152 @@
+"""The simulator against the decoder itself: on traces that hold every branch, round for round the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from lede.buffers.records import PromptTrace
+from lede.collectors.branches import BranchRules
+from lede.collectors.teacher import collect_teacher
+from lede.cost_model import CostModel
+from lede.decoding import Decoder
+from lede.envs import Rules
+from lede.features import WALL_CLOCK_FEATURES, FeatureConfig
+from lede.models import EarlyExitModel
+from lede.policies import LearnedPolicy, Policy, RandomPolicy, StaticPolicy, ThresholdPolicy
+from lede.round_log import ENDINGS
+from lede.simulation import simulate
+from lede.statistics import Meter
+from lede.trace_table import TraceTable
+from lede.verification import Chooser, TorchSource, Warp
+from tests.planted_costs import PLANTED
+from tests.tiny_models import N_LAYERS, tiny_model
+
+CANDIDATES = (1, 2, 4)
+BUDGET = 24
+PROMPTS = ([3, 5, 7, 11], [2, 4], [90, 17, 33, 71, 8], [1], [64, 65, 66])
+
+
+def random_network(names: Sequence[str], outputs: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Weights whose decisions change from state to state."""
+    rng = np.random.default_rng(seed)
+    return [
+        (rng.normal(size=(16, len(names))), rng.normal(size=16)),
+        (rng.normal(size=(outputs, 16)), rng.normal(size=outputs)),
+    ]
+
+
+def learned(names: tuple[str, ...], outputs: int, seed: int = 0, draft_agreement: bool = False) -> LearnedPolicy:
+    features = FeatureConfig(names=names, draft_agreement=draft_agreement)
+    network = random_network(names, outputs, seed)
+    return LearnedPolicy.from_network(network, candidates=CANDIDATES, features=features, max_draft=5)
+
+
+POLICIES: dict[str, Policy | None] = {
+    "plain": None,
+    "static": StaticPolicy(exit_layer=2, draft_length=3),
+    "threshold": ThresholdPolicy(candidates=CANDIDATES, thresholds=0.02, max_draft=5),
+    "paper": learned(("confidence", "entropy", "trace", "depth"), 2, seed=1),
+    "paper, more": learned(("surprisal", "margin", "agreement", "trace"), 2, seed=2),
+    **{f"plans {i}": learned(WALL_CLOCK_FEATURES, 2 + len(CANDIDATES), seed=i) for i in range(6)},
+    "plans, second read": learned(WALL_CLOCK_FEATURES, 2 + len(CANDIDATES), seed=4, draft_agreement=True),
+}
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, list[PromptTrace]]:
+    rules = Rules(max_new_tokens=BUDGET, features=FeatureConfig(), warp=Warp(), candidates=(1, 2, 3, 4, 5))
+    branching = BranchRules(share=1.0)
+    numbered = list(enumerate(PROMPTS))
+    return {
+        family: list(collect_teacher(tiny_model(family), numbered, rules, branching=branching))
+        for family in ("llama", "gemma3_text")
+    }
+
+
+def decoded(model: EarlyExitModel, policy: Policy | None, prompt: Sequence[int]) -> Meter:
+    meter = Meter()
+    if policy is not None:
+        policy.check_model(model)
+    chooser = Chooser(Warp(), TorchSource(torch.Generator()))
+    for _ in Decoder(model, policy, chooser, frozenset(), meter).decode(prompt, BUDGET):
+        pass
+    return meter
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_rounds_are_those_of_the_decoder(traces: dict[str, list[PromptTrace]], family: str, name: str) -> None:
+    model, policy = tiny_model(family), POLICIES[name]
+    table = TraceTable.from_traces(traces[family], BUDGET, model.vocab_size)
+    costs = CostModel(N_LAYERS, tuple(model.windows), PLANTED)
+    found = simulate(policy, table, costs)
+    log = found.log
+    for place, prompt in enumerate(PROMPTS):
+        meter = decoded(model, policy, prompt)
+        mine = log.prompt == place
+        simulated = list(
+            zip(log.layer[mine], log.n_drafted[mine], log.n_accepted[mine], log.n_committed[mine], strict=True)
+        )
+        real = [(r.exit_layer or 0, r.drafted, r.accepted, len(r.tokens)) for r in meter.rounds]
+        assert [tuple(map(int, row)) for row in simulated] == real
+        assert found.head_reads[place] == meter.head_reads
+        assert found.tokens[place] == sum(len(r.tokens) for r in meter.rounds) == BUDGET - 1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_seconds_are_those_of_the_cost_model(traces: dict[str, list[PromptTrace]], name: str) -> None:
+    policy = POLICIES[name]
+    model = tiny_model("gemma3_text")
+    table = TraceTable.from_traces(traces["gemma3_text"], BUDGET, model.vocab_size)
+    costs = CostModel(N_LAYERS, tuple(model.windows), PLANTED)
+    found = simulate(policy, table, costs)
+    log = found.log
+    features = None if policy is None else policy.features
+    for i in range(len(log)):
+        prompt, t = log.prompt[i], int(log.decision[i])
+        context = int(table.prompt_length[prompt]) + t - 1
+        ending = ENDINGS[log.ending[i]]
+        asked = policy is not None and features is not None and policy.decides_pre_scan
+        if BUDGET - t <= 1:
+            wanted = costs.plain_seconds(context)  # no room for a draft, so nobody is asked
+        elif policy is None:
+            wanted = costs.plain_seconds(context)
+        else:
+            wanted = costs.round_seconds(
+                context,
+                CANDIDATES[: log.n_scanned[i]],
+                int(log.layer[i]) or None,
+                int(log.n_drafted[i]),
+                "cap" if ending == "plain" else ending,  # type: ignore[arg-type]
+                features=features,
+                pre_scan=asked,
+                lowest=CANDIDATES[0],
+            )
+        assert log.seconds[i] == pytest.approx(wanted, rel=1e-9)
+    assert np.bincount(log.prompt, log.seconds) == pytest.approx(found.seconds)
+
+
+def test_random_policy_meets_every_kind_of_round(traces: dict[str, list[PromptTrace]]) -> None:
+    model = tiny_model("llama")
+    table = TraceTable.from_traces(traces["llama"], BUDGET, model.vocab_size)
+    costs = CostModel(N_LAYERS, tuple(model.windows), PLANTED)
+    log = simulate(RandomPolicy(candidates=CANDIDATES, max_draft=4), table, costs).log
+    assert {ENDINGS[i] for i in log.ending.tolist()} >= {"plain", "stop", "cap"}
+    assert set(log.layer.tolist()) == {0, *CANDIDATES}
+    assert (log.n_scanned == 0).any()
+    assert (log.n_scanned == len(CANDIDATES)).any()
+
+
+def test_a_blind_layer_outside_the_candidates_is_refused(traces: dict[str, list[PromptTrace]]) -> None:
+    model = tiny_model("llama")
+    table = TraceTable.from_traces(traces["llama"], BUDGET, model.vocab_size)
+    policy = RandomPolicy(candidates=(3,), blind_probability=0.9)
+    costs = CostModel(N_LAYERS, tuple(model.windows), PLANTED)
+    with pytest.raises(ValueError, match=r"drafts at layer 3, which is none of the candidates \[1, 2\]"):
+        simulate(policy, table, costs, candidates=(1, 2))
+    with pytest.raises(ValueError, match="cost model is of 5 layers, the traces of 6"):
+        simulate(None, table, CostModel(5, (None,) * 5, PLANTED))
