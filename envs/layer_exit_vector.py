@@ -20,10 +20,11 @@ from lede.rewards import RewardConfig
 Observations = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 
-_AUTORESET: dict[str, Any] = {}
+AUTORESET: dict[str, Any] = {}
+"""The part of the metadata that tells gymnasium how a vector environment starts its next episodes."""
 if tuple(int(part) for part in gymnasium.__version__.split(".")[:2]) >= (1, 1):
     # 1.0 has this mode and no other, and no name for it
-    _AUTORESET["autoreset_mode"] = vars(gymnasium.vector)["AutoresetMode"].NEXT_STEP
+    AUTORESET["autoreset_mode"] = vars(gymnasium.vector)["AutoresetMode"].NEXT_STEP
 
 
 class LayerExitVectorEnv(gymnasium.vector.VectorEnv[Observations, npt.NDArray[np.integer], npt.NDArray[Any]]):
@@ -36,7 +37,7 @@ class LayerExitVectorEnv(gymnasium.vector.VectorEnv[Observations, npt.NDArray[np
     Infos are arrays `(num_envs,)` under the keys of `LayerExitEnv`.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": [], **_AUTORESET}  # type: ignore[misc]  # gymnasium calls it no ClassVar
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": [], **AUTORESET}  # type: ignore[misc]  # gymnasium calls it no ClassVar
 
     def __init__(
         self,
