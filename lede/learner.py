@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from lede.policies.base import BLIND
 from lede.quiet_d3rlpy import import_d3rlpy
-from lede.rewards import CONTINUE, EXIT
 from lede.transitions import NStepBatch
 
 import_d3rlpy()  # before its names are imported: without this it prints, and changes torch's settings
@@ -19,7 +19,7 @@ from d3rlpy.algos import DiscreteCQLConfig, DoubleDQNConfig, DQNConfig  # noqa: 
 from d3rlpy.dataset import TransitionMiniBatch  # noqa: E402
 from d3rlpy.models.encoders import VectorEncoderFactory  # noqa: E402
 from d3rlpy.models.q_functions import MeanQFunctionFactory  # noqa: E402
-from d3rlpy.models.torch import DiscreteMeanQFunctionForwarder  # noqa: E402
+from d3rlpy.models.torch import DiscreteMeanQFunction, DiscreteMeanQFunctionForwarder  # noqa: E402
 from d3rlpy.preprocessing import StandardObservationScaler  # noqa: E402
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float32]
 
-N_ACTIONS = 2
-"""Continue and exit, whichever of them the data holds."""
+_ILLEGAL = -1e4
+"""Value of a plan of the pre-scan where there is no pre-scan; in tokens, and far below any sum of rewards."""
 
 
 class Learner:
@@ -45,10 +45,22 @@ class Learner:
         mean: Mean of the features, `(feature,)`.
         std: Their standard deviations; a feature that never changes has 1.
         seed: Seed of the initial weights.
+        n_actions: Actions, whichever of them the data holds: continue and exit, and the plans of the pre-scan.
+        stage_flags: Places of `in_scan` and `in_draft` in the observation, which tell where plans are legal; needed
+            with plans.
     """
 
-    def __init__(self, config: TrainConfig, mean: npt.ArrayLike, std: npt.ArrayLike, seed: int) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        mean: npt.ArrayLike,
+        std: npt.ArrayLike,
+        seed: int,
+        n_actions: int = BLIND,
+        stage_flags: Sequence[int] = (),
+    ) -> None:
         self.config = config
+        self.n_actions = n_actions
         self.mean, self.std = np.asarray(mean, dtype=np.float64), np.asarray(std, dtype=np.float64)
         settings: dict[str, Any] = {
             "batch_size": config.batch_size,
@@ -56,7 +68,7 @@ class Learner:
             "gamma": config.gamma,
             "target_update_interval": config.target_update_interval,
             "encoder_factory": VectorEncoderFactory(hidden_units=list(config.hidden), activation="relu"),
-            "q_func_factory": _SquaredErrorFactory() if config.loss == "squared" else MeanQFunctionFactory(),
+            "q_func_factory": self._q_function(stage_flags),
             "observation_scaler": StandardObservationScaler(mean=self.mean, std=self.std, eps=0.0),
         }
         if config.algo == "cql":
@@ -65,7 +77,7 @@ class Learner:
         self.algo = config_class(**settings).create(device="cuda:0" if config.device == "cuda" else config.device)
         with torch.random.fork_rng():  # the caller's generator is not ours to seed
             torch.manual_seed(seed)
-            self.algo.create_impl(self.mean.shape, N_ACTIONS)
+            self.algo.create_impl(self.mean.shape, n_actions)
         self._weights = list(self.algo.impl.q_function.parameters())
         self._averages = [weight.detach().clone() for weight in self._weights]
 
@@ -84,7 +96,8 @@ class Learner:
             )
         )
         # at the start the average spans a tenth of the steps so far, so that it forgets the initial weights
-        share = max(1 - self.config.averaging, 10 / (self.algo.grad_step + 10)) if self.config.averaging else 1.0
+        averaging = self.config.averaging or 0.0
+        share = max(1 - averaging, 10 / (self.algo.grad_step + 10)) if averaging else 1.0
         with torch.no_grad():
             for average, weight in zip(self._averages, self._weights, strict=True):
                 average.lerp_(weight, share)
@@ -95,13 +108,20 @@ class Learner:
         with torch.no_grad():
             x = torch.as_tensor(observations, device=self.algo.impl.device)
             values = self.algo.impl.modules.targ_q_funcs[0](self.algo.observation_scaler.transform(x)).q_value
-        chosen = torch.where(values[:, EXIT] > values[:, CONTINUE], EXIT, CONTINUE)
-        return np.asarray(chosen.cpu().numpy(), dtype=np.int64)
+        return np.asarray(values.argmax(dim=1).cpu().numpy(), dtype=np.int64)
 
     def layers(self) -> list[tuple[Array, Array]]:
         """Weight `(out, in)` and bias `(out,)` of each layer of the averaged Q-network, on normalised features."""
         arrays = [average.cpu().numpy().copy() for average in self._averages]
         return list(zip(arrays[::2], arrays[1::2], strict=True))
+
+    def _q_function(self, stage_flags: Sequence[int]) -> MeanQFunctionFactory:
+        if self.n_actions > BLIND and len(stage_flags) != 2:
+            raise ValueError("plans of the pre-scan need the features 'in_scan' and 'in_draft' in the observation")
+        factory = _SquaredErrorFactory() if self.config.loss == "squared" else _StagedFactory()
+        if self.n_actions > BLIND:  # halfway between 0 and 1, normalised as the network sees it
+            factory.limits = tuple((flag, float((0.5 - self.mean[flag]) / self.std[flag])) for flag in stage_flags)
+        return factory
 
     def state(self) -> dict[str, Any]:
         """Networks, optimiser and step count: all that the next update depends on, but for the data."""
@@ -125,6 +145,42 @@ class Learner:
             average.copy_(saved)
 
 
+class _StagedQFunction(DiscreteMeanQFunction):  # type: ignore[misc]  # d3rlpy carries no types
+    """A Q-function whose plans of the pre-scan are worth nothing in the scan and in the draft."""
+
+    def __init__(self, encoder: Any, hidden_size: int, action_size: int, limits: Sequence[tuple[int, float]]) -> None:
+        super().__init__(encoder, hidden_size, action_size)
+        self.limits = limits
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Values `(batch, action)`, illegal plans at a value that is never the largest."""
+        output = super().forward(x)
+        if not self.limits:
+            return output
+        later = torch.stack([x[:, flag] > limit for flag, limit in self.limits]).any(dim=0)
+        plans = torch.arange(output.q_value.shape[1], device=x.device) >= BLIND
+        return output._replace(q_value=output.q_value.masked_fill(later[:, None] & plans, _ILLEGAL))
+
+
+class _StagedFactory(MeanQFunctionFactory):  # type: ignore[misc]  # d3rlpy carries no types
+    """d3rlpy's mean Q-function, with illegal plans masked."""
+
+    limits: Sequence[tuple[int, float]] = ()
+    """Column of each stage flag, and what it exceeds where it is set."""
+    forwarder = DiscreteMeanQFunctionForwarder
+    """What computes the error."""
+
+    def create_discrete(self, encoder: Any, hidden_size: int, action_size: int) -> tuple[Any, Any]:
+        """The network and what computes its error."""
+        q_func = _StagedQFunction(encoder, hidden_size, action_size, self.limits)
+        return q_func, self.forwarder(q_func, action_size)
+
+    @staticmethod
+    def get_type() -> str:
+        """Name in d3rlpy's own configuration."""
+        return "mean_staged"
+
+
 class _SquaredErrorForwarder(DiscreteMeanQFunctionForwarder):  # type: ignore[misc]  # d3rlpy carries no types
     """Fits the mean of the return."""
 
@@ -145,13 +201,10 @@ class _SquaredErrorForwarder(DiscreteMeanQFunctionForwarder):  # type: ignore[mi
         return error.mean() if reduction == "mean" else error
 
 
-class _SquaredErrorFactory(MeanQFunctionFactory):  # type: ignore[misc]  # d3rlpy carries no types
-    """d3rlpy's mean Q-function with the squared error."""
+class _SquaredErrorFactory(_StagedFactory):
+    """The same with the squared error."""
 
-    def create_discrete(self, encoder: Any, hidden_size: int, action_size: int) -> tuple[Any, Any]:
-        """The network and what computes its error."""
-        q_func, _ = super().create_discrete(encoder, hidden_size, action_size)
-        return q_func, _SquaredErrorForwarder(q_func, action_size)
+    forwarder = _SquaredErrorForwarder
 
     @staticmethod
     def get_type() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -35,6 +35,21 @@ class GreedyScore:
     """Share of tokens that exit at all."""
     n_tokens: int
     """Tokens that the figures rest on."""
+    speedup: float | None = None
+    """Simulated tokens per second over plain decoding's; None without a cost profile."""
+    draft_length: float | None = None
+    """Mean tokens drafted in the rounds that drafted; None without a cost profile."""
+    exits: dict[str, float] = field(default_factory=dict)
+    """Share of rounds by exit layer, 0 for plain passes; empty without a cost profile."""
+    regret: dict[str, float] = field(default_factory=dict)
+    """Tokens a token lost against the clairvoyant choice, by cause; empty without a cost profile."""
+    q_error: float | None = None
+    """Value that the network gives its own rounds minus what they earn, in tokens a round; None without a profile."""
+
+    @property
+    def merit(self) -> float:
+        """What checkpoints are chosen by: the speedup, or the reward where nobody knows what a second buys."""
+        return self.reward if self.speedup is None else self.speedup
 
 
 @dataclass(frozen=True)
@@ -150,6 +165,11 @@ class LearningCurve:
             "greedy/acceptance": point.score.acceptance,
             "greedy/exit_layer": point.score.exit_layer,
             "greedy/exit_rate": point.score.exit_rate,
+            "greedy/speedup": point.score.speedup,
+            "greedy/draft_length": point.score.draft_length,
+            "train/q_error": point.score.q_error,
+            **{f"exits/layer_{int(layer):02d}": share for layer, share in point.score.exits.items()},
+            **{f"regret/{cause.replace(' ', '_')}": lost for cause, lost in point.score.regret.items()},
         }
         for name, value in values.items():
             if value is not None:

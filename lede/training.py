@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from lede.features import WALL_CLOCK_FEATURES
 from lede.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from lede.buffers.store import TraceStore, TransitionStore
     from lede.policies.learned import LearnedPolicy
 
-_PROCESS_FIELDS = ("out", "steps", "checkpoint_interval", "resume", "buffer", "validation")
+_PROCESS_FIELDS = ("out", "steps", "checkpoint_interval", "resume", "buffer", "validation", "profile")
 """Settings that a resumed run may change: they move no update. The data are compared by content."""
 
 
@@ -31,14 +32,28 @@ class TrainConfig:
     """Folder of the run: policy/, config.json, checkpoints/, logs/."""
     validation: str | None = None
     """Store of traces of other prompts for the learning curve; None holds a part of the buffer out."""
+    objective: Literal["paper", "wall-clock"] | None = None
+    """What is maximised: the paper's reward, or tokens a second of the rounds that deployment runs; None for wall-clock
+    where the buffer holds traces and a profile is given."""
+    profile: str | None = None
+    """Cost profile of `lede profile`; without one nobody knows what a second buys."""
+    candidates: str | None = None
+    """Candidate layers for a buffer of traces, such as 2,4,8 or all, or auto to search those that decode fastest by the
+    profile; the store's unless given."""
+    features: tuple[str, ...] | None = None
+    """Features of the observation, for a buffer of traces; None for the store's, or those made for wall-clock."""
+    draft_agreement: bool = False
+    """Whether `agreement` is seen in the draft too, at the price of a second head read a token."""
+    max_draft: int = 12
+    """Most tokens drafted in a round."""
     algo: Literal["dqn", "double-dqn", "cql"] = "dqn"
     """Algorithm of d3rlpy: DQN, DoubleDQN or DiscreteCQL."""
     n_steps: int = 3
     """Most decisions in a return."""
     cut_at_greedy: bool = True
     """End a return before the first later decision that the target network would not make; unbiased that way."""
-    steps: int = 5000
-    """Updates in all."""
+    steps: int | None = None
+    """Updates in all; None for 5000, or 12000 with wall-clock."""
     batch_size: int = 256
     """Transitions in an update."""
     learning_rate: float = 1e-3
@@ -49,22 +64,40 @@ class TrainConfig:
     """Discount, per decision in token episodes and per token in prompt episodes."""
     target_update_interval: int = 50
     """Updates between two copies of the network into the target network."""
-    averaging: float = 0.995
-    """Decay per update of the running average of the weights, which is what gets frozen; 0 freezes the last ones."""
+    averaging: float | None = None
+    """Decay per update of the running average of the weights, which is what gets frozen; 0 freezes the last ones, None
+    stands for 0.995, or 0.999 with wall-clock."""
     loss: Literal["squared", "huber"] = "squared"
     """Error of a value: squared, or d3rlpy's Huber loss, which is biased for rewards as far apart as these."""
     cql_alpha: float = 0.1
     """Weight of CQL's conservative term."""
-    episode: Literal["token", "prompt"] = "token"
-    """What an episode is: one generation step, as in the paper, or a whole prompt."""
+    episode: Literal["token", "prompt", "round"] | None = None
+    """What an episode is: a generation step as in the paper, a whole prompt, or with wall-clock a round, which prices
+    what comes after it at the average; None for token, or with wall-clock prompt."""
     passes: int = 4
     """Times that uniform decisions are played on each trace; a buffer of transitions is taken as it is."""
     min_exits: int = 100
     """Exits that the buffer must hold at every candidate."""
     holdout: float = 0.1
     """Share of the buffer's prompts held out for the learning curve without a validation store; 0 scores on all."""
-    keep: Literal["last", "best"] = "last"
-    """Freeze the last policy, or the best on the curve, which on a few thousand tokens is mostly the luckiest."""
+    explore: float = 0.3
+    """Share of the rounds synthesised for wall-clock that follow a random plan; all of the first generation do."""
+    flips: float = 0.03
+    """Share of the policy's own decisions there that are replaced by a random one."""
+    shaping: bool = True
+    """Whether wall-clock weighs committed tokens by the time that they take a clairvoyant: the same best policy, with
+    less noise."""
+    refresh_interval: int = 1500
+    """Updates between two generations of synthesised rounds; each plays the current policy and prices time by it."""
+    generations: int = 4
+    """Generations that are learned from at once."""
+    branches: bool = True
+    """Whether rounds follow recorded branches after a wrong draft."""
+    keep: Literal["last", "best"] | None = None
+    """Freeze the last policy, or the best on the curve by simulated speed (by reward without a profile, where on a few
+    thousand tokens the best is mostly the luckiest); None for best with a profile and last without."""
+    patience: int = 0
+    """Points of the curve without a new best after which training stops early; 0 never does."""
     eval_interval: int = 500
     """Updates between two points of the learning curve."""
     checkpoint_interval: int = 500
@@ -77,9 +110,9 @@ class TrainConfig:
     """Go on from the last checkpoint in `out`, or start if there is none."""
 
     def __post_init__(self) -> None:
-        counts = ("n_steps", "steps", "batch_size", "target_update_interval", "passes", "eval_interval")
-        for name in (*counts, "checkpoint_interval"):
-            if getattr(self, name) < 1:
+        counts = ("n_steps", "steps", "batch_size", "target_update_interval", "passes", "eval_interval", "max_draft")
+        for name in (*counts, "checkpoint_interval", "refresh_interval", "generations"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.hidden or min(self.hidden) < 1:
             raise ValueError(f"hidden must name the units of at least one layer, got {self.hidden}")
@@ -87,12 +120,51 @@ class TrainConfig:
             raise ValueError(f"gamma must be within (0, 1], got {self.gamma}")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ValueError(f"learning_rate must be a positive number, got {self.learning_rate}")
+        for name in ("explore", "flips"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be within [0, 1], got {getattr(self, name)}")
         for name in ("averaging", "holdout"):
-            if not 0 <= getattr(self, name) < 1:
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be within [0, 1), got {getattr(self, name)}")
-        for name in ("min_exits", "cql_alpha", "seed"):
+        for name in ("min_exits", "cql_alpha", "seed", "patience"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    def settled(self, kind: str) -> TrainConfig:
+        """The settings with every None that stands for a default replaced, for a buffer of this kind.
+
+        Raises:
+            ValueError: The objective does not fit the buffer, or a setting the objective.
+        """
+        traces = kind == "traces"
+        objective = self.objective or ("wall-clock" if traces and self.profile else "paper")
+        wall_clock = objective == "wall-clock"
+        if wall_clock and not (traces and self.profile):
+            lacking = "a cost profile (--profile, see `lede profile`)" if traces else "traces (--collector teacher)"
+            raise ValueError(f"the wall-clock objective needs {lacking}; give it, or --objective paper")
+        if not traces and (self.candidates or self.features or self.profile):
+            raise ValueError("candidates, features and profile need a buffer of traces; rollouts have theirs recorded")
+        if wall_clock and self.episode == "token":
+            raise ValueError("the wall-clock objective has episodes of a prompt or a round, got 'token'")
+        if not wall_clock and self.episode == "round":
+            raise ValueError("episode 'round' belongs to the wall-clock objective; the paper's is 'token' or 'prompt'")
+        if wall_clock and self.gamma != 1:
+            raise ValueError(
+                f"the wall-clock objective has gamma 1: a second costs the same at any time; got {self.gamma}"
+            )
+        names = self.features or (WALL_CLOCK_FEATURES if wall_clock else None)
+        missing = [name for name in ("in_scan", "in_draft") if wall_clock and name not in (names or ())]
+        if missing:
+            raise ValueError(f"the wall-clock objective needs the features in_scan and in_draft; {missing} is missing")
+        return replace(
+            self,
+            objective=objective,
+            steps=self.steps or (12000 if wall_clock else 5000),
+            averaging=(0.999 if wall_clock else 0.995) if self.averaging is None else self.averaging,
+            episode=self.episode or ("prompt" if wall_clock else "token"),
+            keep=self.keep or ("best" if self.profile else "last"),
+            features=names,
+        )
 
 
 def train(
@@ -117,6 +189,7 @@ def train(
             or NaN.
     """
     from lede.buffers.store import open_store
+    from lede.cost_profile import CostProfile
     from lede.training_data import load_data
     from lede.training_run import TrainingRun
 
@@ -127,8 +200,10 @@ def train(
         buffer = open_store(config.buffer)
     if validation is None and config.validation is not None:
         validation = open_store(config.validation)
+    config = config.settled(buffer.kind)
     _check_device(config.device)
-    data = load_data(config, buffer, validation)
+    profile = None if config.profile is None else CostProfile.load(config.profile)
+    data = load_data(config, buffer, validation, profile)
     saved = folder.last_checkpoint() if config.resume else None
     if saved is not None:
         _check_resumable(config, data.digest, saved, config.out)
@@ -137,6 +212,7 @@ def train(
     folder.write_config(run.description())
     run.learn(progress)
     policy = run.policy()
+    policy.profile = profile
     policy.save_pretrained(str(folder.policy))
     return policy
 
@@ -169,7 +245,7 @@ def _check_resumable(config: TrainConfig, digest: str, saved: dict[str, Any], ou
             f"{out} was trained on other data: the buffer or the validation store has changed since. Give the same, or "
             "train in another folder"
         )
-    if saved["step"] > config.steps:
+    if saved["step"] > (config.steps or 0):
         raise ValueError(f"{out} has had {saved['step']} updates already, more than steps = {config.steps}")
 
 

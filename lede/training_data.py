@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from lede.buffers.records import PromptTrace
+from lede.buffers.store import TraceStore
+from lede.features import parse_candidates
 from lede.fingerprints import compare_fingerprints
+from lede.learning_curve import GreedyScore, score_on_rollouts, score_on_traces
+from lede.policies.base import BLIND
+from lede.policies.learned import LearnedPolicy
+from lede.scoring import Scorer
 from lede.seeding import Purpose, numpy_stream
+from lede.trace_table import TraceTable
 from lede.transitions import Transitions
+from lede.wall_clock_data import WallClockData, policy_settings
 
 if TYPE_CHECKING:
-    from lede.buffers.records import PromptRollout, PromptTrace
+    from lede.buffers.records import PromptRollout
     from lede.buffers.settings import StoreSettings
-    from lede.buffers.store import TraceStore, TransitionStore
+    from lede.buffers.store import TransitionStore
+    from lede.cost_profile import CostProfile
     from lede.training import TrainConfig
+
+Layers = tuple[int, ...]
+Freeze = Callable[..., LearnedPolicy]
+"""Makes a policy of a network's layers."""
 
 _HOLDOUT_STREAM = 1
 
@@ -40,11 +54,47 @@ class TrainingData:
     """Prompts of the buffer that are scored on and not learned from."""
     digest: str
     """SHA-256 over the transitions and what is scored on."""
+    scorer: Scorer | None = None
+    """Simulated seconds of a policy on the validation traces; None without a cost profile."""
+
+    n_actions = BLIND
+    stage_flags: ClassVar[tuple[int, ...]] = ()
 
     @property
     def mean(self) -> npt.NDArray[np.float64]:
         """Mean of each feature, `(feature,)`."""
         return np.asarray(self.transitions.states.mean(axis=0, dtype=np.float64))
+
+    def refresh(self, policy: LearnedPolicy) -> None:
+        """Nothing to renew: the behaviour is the recorded one."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing that a checkpoint needs."""
+        return {}
+
+    def load_state(self, state: dict[str, Any], freeze: Freeze) -> None:
+        """Nothing to go on from."""
+
+    def description(self) -> dict[str, Any]:
+        """What was settled, as JSON values."""
+        return {"objective": "paper"}
+
+    def score(self, policy: LearnedPolicy) -> GreedyScore:
+        """The policy on the validation text; in seconds too if there is a cost profile."""
+        if self.validation_kind == "traces":
+            score = score_on_traces(self.validation, self.settings, policy.greedy)  # type: ignore[arg-type]
+        else:
+            score = score_on_rollouts(self.validation, policy.greedy)  # type: ignore[arg-type]
+        if self.scorer is None:
+            return score
+        seconds = self.scorer(policy)
+        return replace(
+            score,
+            speedup=seconds.speedup,
+            draft_length=seconds.draft_length,
+            exits=seconds.exits,
+            regret=seconds.regret,
+        )
 
     @property
     def std(self) -> npt.NDArray[np.float64]:
@@ -57,12 +107,19 @@ def load_data(
     config: TrainConfig,
     buffer: TransitionStore | TraceStore,
     validation: TransitionStore | TraceStore | None,
-) -> TrainingData:
+    profile: CostProfile | None = None,
+) -> TrainingData | WallClockData:
     """Check the stores and prepare the run's data.
 
+    Args:
+        config: Settled settings.
+        buffer: Transitions or traces.
+        validation: Traces of other prompts.
+        profile: What operations cost.
+
     Raises:
-        ValueError: A number is not finite, a candidate was left too rarely, the validation store is of another kind,
-            model or setting, or there is nothing to learn from.
+        ValueError: A number is not finite, a candidate was left too rarely, the validation store or the profile is of
+            another kind, model or setting, or there is nothing to learn from.
     """
     _check_finite(buffer)
     if validation is not None:
@@ -70,10 +127,14 @@ def load_data(
         _check_finite(validation)
     held_out = _hold_out(config, buffer) if validation is None else ()
     scored = validation if validation is not None else buffer.select(held_out or buffer.prompt_indices)
-    stores = _transition_stores(config, buffer)
+    if profile is not None:
+        _check_profile(buffer, profile)
+    if profile is not None and config.objective == "wall-clock":
+        return _wall_clock(config, buffer, scored, profile, held_out)
+    stores = _transition_stores(config, buffer, profile)
     _check_exits(stores[0], config.min_exits)
     rollouts = [rollout for store in stores for rollout in store if rollout.prompt_index not in held_out]
-    transitions = Transitions.from_rollouts(rollouts, config.episode)
+    transitions = Transitions.from_rollouts(rollouts, "prompt" if config.episode == "prompt" else "token")
     if config.episode == "prompt" and config.gamma == 1 and not transitions.terminated.any():
         raise ValueError(
             "episode='prompt' with gamma 1, and no prompt that is trained on ends by EOS: the value of going on "
@@ -86,19 +147,53 @@ def load_data(
         validation=scored.prompts,
         validation_kind=scored.kind,
         held_out=held_out,
-        digest=_digest(transitions, scored.prompts),
+        digest=_digest([transitions, *scored.prompts, *([] if profile is None else [profile.costs])]),
+        scorer=_scorer(config, stores[0].settings, scored, profile),
     )
 
 
-def _transition_stores(config: TrainConfig, buffer: TransitionStore | TraceStore) -> list[TransitionStore]:
+def _wall_clock(
+    config: TrainConfig,
+    buffer: TransitionStore | TraceStore,
+    scored: TransitionStore | TraceStore,
+    profile: CostProfile,
+    held_out: tuple[int, ...],
+) -> WallClockData:
+    kept = [trace for trace in buffer if isinstance(trace, PromptTrace) and trace.prompt_index not in held_out]
+    others = [trace for trace in scored if isinstance(trace, PromptTrace)]
+    settings = policy_settings(config, buffer.settings, _candidates(config, buffer, profile))
+    digest = _digest([*kept, *others, profile.costs])
+    return WallClockData(config, settings, kept, others, profile.costs, held_out, digest)
+
+
+def _candidates(config: TrainConfig, buffer: TransitionStore | TraceStore, profile: CostProfile | None) -> Layers:
+    """The candidates that were given, the store's, or those that a search finds fastest."""
+    settings = buffer.settings
+    if config.candidates != "auto":
+        return parse_candidates(config.candidates or settings.candidates, settings.n_layers)
+    from lede.candidate_search import search_candidates
+
+    if profile is None:
+        raise ValueError("--candidates auto weighs what inspections cost and needs a cost profile (--profile)")
+    traces = [trace for trace in buffer if isinstance(trace, PromptTrace)]
+    table = TraceTable.from_traces(traces, settings.max_new_tokens, settings.vocab_size, config.branches)
+    # branches were recorded at the store's candidates alone
+    layers = None if table.branches is None else settings.candidates
+    return search_candidates(table, profile.costs, layers, config.max_draft, seed=config.seed).candidates
+
+
+def _transition_stores(
+    config: TrainConfig, buffer: TransitionStore | TraceStore, profile: CostProfile | None
+) -> list[TransitionStore]:
     """The buffer itself, or passes of uniform decisions over its traces."""
     from lede.buffers.playback import synthesize
-    from lede.buffers.store import TraceStore
 
     if not isinstance(buffer, TraceStore):
         return [buffer]
     seeds = np.random.SeedSequence(config.seed, spawn_key=(int(Purpose.SYNTHESIS),)).generate_state(config.passes)
-    return [synthesize(buffer, "uniform", seed=int(seed)) for seed in seeds]
+    layers = None if config.candidates is None else _candidates(config, buffer, profile)
+    features = None if config.features is None else replace(buffer.settings.features, names=config.features)
+    return [synthesize(buffer, "uniform", int(seed), layers, features) for seed in seeds]
 
 
 def _hold_out(config: TrainConfig, buffer: TransitionStore | TraceStore) -> tuple[int, ...]:
@@ -173,9 +268,29 @@ def _check_validation(buffer: TransitionStore | TraceStore, validation: Transiti
         )
 
 
-def _digest(transitions: Transitions, scored: Sequence[PromptTrace] | Sequence[PromptRollout]) -> str:
+def _scorer(
+    config: TrainConfig, settings: StoreSettings, scored: TransitionStore | TraceStore, profile: CostProfile | None
+) -> Scorer | None:
+    if profile is None or scored.kind != "traces":
+        return None
+    table = TraceTable.from_traces(scored.prompts, settings.max_new_tokens, settings.vocab_size, config.branches)
+    return Scorer(table, profile.costs, settings.candidates, config.max_draft)
+
+
+def _check_profile(buffer: TransitionStore | TraceStore, profile: CostProfile) -> None:
+    if not buffer.settings.fingerprint:  # made by hand
+        return
+    odd = compare_fingerprints(buffer.settings.fingerprint, profile.fingerprint)
+    if odd:
+        raise ValueError(
+            f"the cost profile is of another model than the buffer (buffer / profile): {'; '.join(odd)}. Make one with "
+            "`lede profile` on the buffer's model"
+        )
+
+
+def _digest(records: Sequence[Any]) -> str:
     digest = hashlib.sha256()
-    for record in (transitions, *scored):
+    for record in records:
         for name, value in vars(record).items():
             content = np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
             digest.update(name.encode() + content)

@@ -9,20 +9,21 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lede.checkpoint import versions
 from lede.learner import Learner
-from lede.learning_curve import CurvePoint, GreedyScore, LearningCurve, read_curve, score_on_rollouts, score_on_traces
+from lede.learning_curve import CurvePoint, GreedyScore, LearningCurve, read_curve
 from lede.policies.learned import LearnedPolicy
+from lede.q_network import Layers
 from lede.rewards import CONTINUE, EXIT
 from lede.run_folder import RunFolder
 from lede.seeding import Purpose, numpy_stream, torch_stream
 from lede.training import TrainConfig, as_json, fixed_settings
 from lede.training_data import TrainingData
+from lede.wall_clock_data import WallClockData
 
 N_PROBE = 1024
 """Training states whose mean values the curve shows."""
@@ -39,14 +40,20 @@ class TrainingRun:
     """
 
     def __init__(
-        self, config: TrainConfig, data: TrainingData, folder: RunFolder, saved: dict[str, Any] | None = None
+        self,
+        config: TrainConfig,
+        data: TrainingData | WallClockData,
+        folder: RunFolder,
+        saved: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.data, self.folder = config, data, folder
         self.step = 0
         self._rng = numpy_stream(config.seed, Purpose.TRAINING)
-        self.learner = Learner(config, data.mean, data.std, torch_stream(config.seed, Purpose.TRAINING).initial_seed())
+        seed = torch_stream(config.seed, Purpose.TRAINING).initial_seed()
+        self.learner = Learner(config, data.mean, data.std, seed, data.n_actions, data.stage_flags)
         self._losses: list[float] = []  # since the last point of the curve
         self._best: dict[str, Any] | None = None
+        self._steps = config.steps or 0
         every = max(1, len(data.transitions) // N_PROBE)
         self._probe = data.transitions.states[::every][:N_PROBE]
         if saved is not None:
@@ -55,6 +62,7 @@ class TrainingRun:
             self._losses = list(saved["losses"])
             self._best = saved["best"]
             self.learner.load_state(saved["learner"])
+            data.load_state(saved["data"], self._policy_of)
 
     def learn(self, progress: bool = True) -> None:
         """Update until `config.steps`.
@@ -68,11 +76,13 @@ class TrainingRun:
         resumed = [point for point in known if point.step <= self.step and not point.step % config.eval_interval]
         with (
             LearningCurve(self.folder.logs, resumed) as curve,
-            _Display(config.steps, self.step, progress, str(self.folder.path)) as display,
+            _Display(self._steps, self.step, progress, str(self.folder.path)) as display,
         ):
             if not curve.points:
                 display.point(self._point(curve))
-            while self.step < config.steps:
+            while self.step < self._steps and not self._stale():
+                if self.step and self.step % config.refresh_interval == 0:
+                    self.data.refresh(self._policy_of(self.learner.layers()))
                 self._update()
                 display.advance(self.step)
                 if self.step % config.eval_interval == 0:
@@ -80,7 +90,7 @@ class TrainingRun:
                     self._consider(point.score)
                     self._losses.clear()
                     display.point(point)
-                if self.step % config.checkpoint_interval == 0 or self.step == config.steps:
+                if self.step % config.checkpoint_interval == 0 or self.step == self._steps:
                     self._save()
             if self.step % config.eval_interval:
                 display.point(point := self._point(curve))
@@ -92,7 +102,7 @@ class TrainingRun:
         if self.config.keep == "best" and self._best is not None:
             arrays = [tensor.numpy() for tensor in self._best["layers"]]
             layers = list(zip(arrays[::2], arrays[1::2], strict=True))
-        return self._frozen(layers)
+        return self._policy_of(layers)
 
     def description(self) -> dict[str, Any]:
         """Every resolved setting, as JSON values."""
@@ -101,6 +111,7 @@ class TrainingRun:
         return {
             **as_json(self.config),
             "resolved": {
+                **data.description(),
                 "network": [len(settings.features.names), *self.config.hidden, 2],
                 "activation": "relu",
                 "algorithm": type(learner.algo).__name__,
@@ -136,34 +147,38 @@ class TrainingRun:
             )
 
     def _point(self, curve: LearningCurve) -> CurvePoint:
-        policy = self._frozen(self.learner.layers())
+        policy = self._policy_of(self.learner.layers())
         values = policy.q_values(self._probe).mean(axis=0, dtype=np.float64)
         point = CurvePoint(
             step=self.step,
             loss=math.fsum(self._losses) / len(self._losses) if self._losses else None,
             q_continue=float(values[CONTINUE]),
             q_exit=float(values[EXIT]),
-            score=self._score(policy),
+            score=self.data.score(policy),
         )
         curve.add(point)
         return point
 
-    def _score(self, policy: LearnedPolicy) -> GreedyScore:
-        if self.data.validation_kind == "traces":
-            return score_on_traces(self.data.validation, self.data.settings, policy.greedy)  # type: ignore[arg-type]
-        return score_on_rollouts(self.data.validation, policy.greedy)  # type: ignore[arg-type]
-
     def _consider(self, score: GreedyScore) -> None:
-        if self._best is None or score.reward > self._best["reward"]:
+        if self._best is None or score.merit > self._best["merit"]:
             layers = [torch.from_numpy(array) for pair in self.learner.layers() for array in pair]
-            self._best = {"reward": score.reward, "step": self.step, "layers": layers}
+            self._best = {"merit": score.merit, "step": self.step, "layers": layers}
 
-    def _frozen(self, layers: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]) -> LearnedPolicy:
+    def _stale(self) -> bool:
+        """Whether the last `patience` points brought no new best."""
+        patience = self.config.patience
+        if not patience or self._best is None:
+            return False
+        return self.step - int(self._best["step"]) >= patience * self.config.eval_interval
+
+    def _policy_of(self, layers: Layers, folded: bool = False) -> LearnedPolicy:
+        """A policy of a network's layers; `folded` if they take raw features already."""
         settings = self.data.settings
         return LearnedPolicy.from_network(
             layers,
-            mean=self.learner.mean,
-            std=self.learner.std,
+            mean=None if folded else self.learner.mean,
+            std=None if folded else self.learner.std,
+            max_draft=self.config.max_draft,
             fingerprint=settings.fingerprint or None,  # a store made by hand may have none
             features=settings.features,
             candidates=settings.candidates,
@@ -179,6 +194,7 @@ class TrainingRun:
                 "rng": json.dumps(self._rng.bit_generator.state),
                 "losses": list(self._losses),
                 "best": self._best,
+                "data": self.data.state(),
                 "settings": json.dumps(fixed_settings(self.config)),
                 "digest": self.data.digest,
             },
@@ -205,7 +221,7 @@ class _Display:
     def point(self, point: CurvePoint) -> None:
         """Show a point of the curve."""
         score = point.score
-        text = f"reward {score.reward:.3f}"
+        text = f"reward {score.reward:.3f}" if score.speedup is None else f"{score.speedup:.2f}x plain, simulated"
         if score.acceptance is not None and score.exit_layer is not None:
             text += f", acceptance {score.acceptance:.2f}, exit layer {score.exit_layer:.1f}"
         if self._bar.disable:

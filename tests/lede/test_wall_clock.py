@@ -1,0 +1,182 @@
+"""Training for seconds: the optimum of a problem with a known answer, resumption, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lede.buffers.settings import StoreSettings
+from lede.buffers.store import TraceStore
+from lede.cost_profile import CostProfile
+from lede.features import WALL_CLOCK_FEATURES
+from lede.optimal_drafting import DraftingProblem
+from lede.policies import LearnedPolicy
+from lede.run_folder import RunFolder
+from lede.simulation import simulate
+from lede.trace_table import TraceTable
+from lede.training import TrainConfig, train
+
+PROBLEM = DraftingProblem()
+FINGERPRINT: dict[str, Any] = {
+    "name": "drafting",
+    "architecture": {"n_layers": PROBLEM.text.n_layers},
+    "tokenizer": None,
+    "logits": [1.0, 2.0],
+    "dtype": "float32",
+}
+PROFILE = CostProfile(
+    model="drafting", fingerprint=FINGERPRINT, candidates=PROBLEM.text.candidates, contexts=(8,), repeats=1,
+    device="cpu", device_name="imagined", threads=1, dtype="float32", attention="none", versions={}, measurements=(),
+    costs=PROBLEM.cost_model, residuals={},
+)  # fmt: skip
+N_TOKENS = 65
+
+
+def store(n_prompts: int, seed: int) -> TraceStore:
+    settings = StoreSettings(
+        kind="traces",
+        model="drafting",
+        n_layers=PROBLEM.text.n_layers,
+        vocab_size=PROBLEM.text.vocab_size,
+        candidates=PROBLEM.text.candidates,
+        fingerprint=FINGERPRINT,
+        max_new_tokens=2 * N_TOKENS,
+    )
+    return TraceStore(settings, PROBLEM.traces(n_prompts, N_TOKENS, seed))
+
+
+@pytest.fixture(scope="module")
+def traces() -> TraceStore:
+    return store(150, 0)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    PROFILE.save(tmp_path / "profile.json")
+    return str(tmp_path / "profile.json")
+
+
+def learn(traces: TraceStore, profile: str | None, out: Path, **settings: Any) -> LearnedPolicy:
+    given: dict[str, Any] = {"max_draft": PROBLEM.max_draft, "features": PROBLEM.features.names, **settings}
+    return train(TrainConfig(buffer="memory", profile=profile, out=str(out), **given), traces, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("episode", "shaping", "least"),
+    [
+        ("prompt", False, 0.99),
+        pytest.param("round", False, 0.99, marks=pytest.mark.slow),
+        pytest.param("prompt", True, 0.985, marks=pytest.mark.slow),
+    ],
+)
+def test_the_best_round_is_found(profile: str, tmp_path: Path, episode: str, shaping: bool, least: float) -> None:
+    settings = TrainConfig(
+        buffer="memory", profile=profile, out=str(tmp_path / "run"), max_draft=PROBLEM.max_draft,
+        features=PROBLEM.features.names, episode=episode, shaping=shaping, steps=8000, eval_interval=1000,
+    )  # type: ignore[arg-type]  # fmt: skip
+    policy = train(settings, store(300, 0), store(150, 5), progress=False)
+    # long texts, since a text's end cuts its last round short
+    table = TraceTable.from_traces(PROBLEM.traces(500, 257, seed=9), 600, PROBLEM.text.vocab_size)
+    share = simulate(policy, table, PROBLEM.cost_model).rate / PROBLEM.rate()
+    assert share > least, f"{share:.4f} of the optimum"
+    assert share < 1.01  # what luck there is in 500 texts
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(traces: TraceStore, profile: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "refresh_interval": 40, "generations": 2, "eval_interval": 50, "checkpoint_interval": 50, "batch_size": 32,
+    }  # fmt: skip
+    whole = learn(traces, profile, tmp_path / "whole", steps=200, **settings)
+    learn(traces, profile, tmp_path / "parts", steps=110, **settings)
+    (tmp_path / "parts" / "checkpoints" / "step_000000110.pt").unlink()  # as if killed after step 100
+    resumed = learn(traces, profile, tmp_path / "parts", steps=200, resume=True, **settings)
+    for name, tensor in whole.tensors().items():
+        np.testing.assert_array_equal(resumed.tensors()[name], tensor)
+    curves = [RunFolder(tmp_path / name).curve.read_text() for name in ("whole", "parts")]
+    assert curves[0] == curves[1]
+
+
+def test_the_curve_says_what_is_lost_where(traces: TraceStore, profile: str, tmp_path: Path) -> None:
+    policy = learn(traces, profile, tmp_path / "run", steps=300, eval_interval=100)
+    points = [json.loads(line) for line in RunFolder(tmp_path / "run").curve.read_text().splitlines()]
+    last = points[-1]["score"]
+    assert last["speedup"] > 1
+    assert sum(last["exits"].values()) == pytest.approx(1)
+    assert sum(last["regret"].values()) < 1
+    assert set(last["regret"]) >= {"inspection", "wrong_layer"}
+    assert abs(last["q_error"]) < 20
+    assert policy.profile == PROFILE
+    assert LearnedPolicy.from_pretrained(str(tmp_path / "run" / "policy")).profile == PROFILE
+
+
+def test_training_stops_early_without_a_new_best(traces: TraceStore, profile: str, tmp_path: Path) -> None:
+    learn(traces, profile, tmp_path / "run", steps=3000, eval_interval=20, patience=2, learning_rate=1e-9)
+    points = RunFolder(tmp_path / "run").curve.read_text().splitlines()
+    assert len(points) < 30
+
+
+def test_the_paper_objective_is_scored_in_seconds_too(traces: TraceStore, profile: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"features": None, "objective": "paper", "steps": 100, "eval_interval": 50}
+    policy = learn(traces, profile, tmp_path / "run", **settings)
+    assert not policy.decides_pre_scan
+    points = [json.loads(line) for line in RunFolder(tmp_path / "run").curve.read_text().splitlines()]
+    assert points[-1]["score"]["speedup"] > 0.3
+    assert points[-1]["score"]["reward"] < points[-1]["score"]["speedup"] + 2
+
+
+def test_the_objective_follows_from_what_is_given() -> None:
+    config = TrainConfig(buffer="b", out="o", profile="p")
+    settled = config.settled("traces")
+    assert (settled.objective, settled.episode, settled.keep) == ("wall-clock", "prompt", "best")
+    assert settled.features == WALL_CLOCK_FEATURES
+    plain = TrainConfig(buffer="b", out="o").settled("traces")
+    assert (plain.objective, plain.episode, plain.keep, plain.features) == ("paper", "token", "last", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("traces", {"objective": "wall-clock"}, "needs a cost profile"),
+        ("transitions", {"objective": "wall-clock"}, "needs traces"),
+        ("transitions", {"profile": "p"}, "need a buffer of traces"),
+        ("transitions", {"candidates": "2,4"}, "need a buffer of traces"),
+        ("traces", {"profile": "p", "episode": "token"}, "episodes of a prompt or a round, got 'token'"),
+        ("traces", {"episode": "round"}, "belongs to the wall-clock objective"),
+        ("traces", {"profile": "p", "gamma": 0.9}, r"has gamma 1.*got 0.9"),
+        ("traces", {"profile": "p", "features": ("depth", "in_scan")}, r"\['in_draft'\] is missing"),
+    ],
+)
+def test_what_does_not_fit_is_refused(kind: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(buffer="b", out="o", **settings).settled(kind)
+
+
+def test_a_profile_of_another_model_is_refused(traces: TraceStore, tmp_path: Path) -> None:
+    other = replace(PROFILE, fingerprint={**FINGERPRINT, "architecture": {"n_layers": 7}})
+    other.save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"profile is of another model than the buffer .*n_layers.*lede profile"):
+        learn(traces, str(tmp_path / "other.json"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_plans_are_never_chosen_where_they_are_illegal(traces: TraceStore, profile: str, tmp_path: Path) -> None:
+    from lede.learner import Learner
+
+    config = TrainConfig(buffer="b", out="o", profile=profile).settled("traces")
+    flags = [PROBLEM.features.names.index(name) for name in ("in_scan", "in_draft")]
+    mean, std = np.full(6, 0.3), np.full(6, 0.4)
+    learner = Learner(config, mean, std, seed=0, n_actions=5, stage_flags=flags)
+    rng = np.random.default_rng(0)
+    seen = rng.random((400, 6)).astype(np.float32)
+    stage = rng.integers(0, 3, 400)
+    seen[:, flags] = np.eye(3, dtype=np.float32)[stage][:, 1:]
+    chosen = learner.target_greedy(seen)
+    assert chosen[stage > 0].max() <= 1
+    assert chosen[stage == 0].max() >= 2
+    with pytest.raises(ValueError, match="plans of the pre-scan need the features"):
+        Learner(config, mean, std, seed=0, n_actions=5)
