@@ -48,9 +48,10 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "demo": Command("lede.demo.run", "DemoConfig", "demo", "collect, train and decode on the bundled model"),
     "collect": Command("lede.collectors", "CollectConfig", "collect", "record experience or traces into a store"),
-    "train": Command("lede.training", "TrainConfig", "train", "train a policy offline from a store"),
+    "train": Command("lede.sweep", "SweepConfig", "train_or_sweep", "train a policy offline from a store"),
     "deploy": Command("lede.deployment", "DeployConfig", "deploy", "decode prompts under a policy"),
-    "profile": Command("lede.cost_profile", "ProfileConfig", "profile", "measure what decoding costs on this machine"),
+    "profile": Command("lede.profiling", "ProfileConfig", "profile", "measure what decoding costs on this machine"),
+    "evaluate": Command("lede.evaluation", "EvaluateConfig", "evaluate", "say how fast policies would be, and why"),
     "buffer info": Command("lede.buffers.inspection", "InfoConfig", "show_info", "say what a store holds"),
     "env": Command("lede.environment", "EnvConfig", "show_environment", "print versions and devices for bug reports"),
 }

@@ -118,7 +118,7 @@ class Learner:
     def _q_function(self, stage_flags: Sequence[int]) -> MeanQFunctionFactory:
         if self.n_actions > BLIND and len(stage_flags) != 2:
             raise ValueError("plans of the pre-scan need the features 'in_scan' and 'in_draft' in the observation")
-        factory = _SquaredErrorFactory() if self.config.loss == "squared" else _StagedFactory()
+        factory = SquaredErrorFactory() if self.config.loss == "squared" else _StagedFactory()
         if self.n_actions > BLIND:  # halfway between 0 and 1, normalised as the network sees it
             factory.limits = tuple((flag, float((0.5 - self.mean[flag]) / self.std[flag])) for flag in stage_flags)
         return factory
@@ -201,7 +201,7 @@ class _SquaredErrorForwarder(DiscreteMeanQFunctionForwarder):  # type: ignore[mi
         return error.mean() if reduction == "mean" else error
 
 
-class _SquaredErrorFactory(_StagedFactory):
+class SquaredErrorFactory(_StagedFactory):
     """The same with the squared error."""
 
     forwarder = _SquaredErrorForwarder

@@ -7,10 +7,14 @@ from importlib.util import find_spec
 NEEDS = {
     "d3rlpy": (
         *("lede/test_training*.py", "lede/test_benchmark.py", "lede/test_cli.py", "buffers/test_d3rlpy_view.py"),
-        *("test_demo.py", "test_readme.py"),
+        *("lede/test_replay_buffer.py", "lede/test_off_policy.py", "lede/test_evaluation.py", "lede/test_sweep.py"),
+        *("lede/test_wall_clock.py", "test_demo.py", "test_readme.py"),
     ),
-    "gymnasium": ("envs/*", "collectors/*"),
-    "zarr": ("buffers/*", "collectors/*"),
+    "gymnasium": ("envs/*", "collectors/*", "lede/test_simulation.py"),
+    "zarr": (
+        *("buffers/*", "collectors/*", "envs/*", "lede/test_simulation.py", "lede/test_round_behaviour.py"),
+        *("lede/test_evaluation.py", "lede/test_off_policy.py", "lede/test_wall_clock.py"),
+    ),
 }
 
 _left_out = {package: files for package, files in NEEDS.items() if find_spec(package) is None}
