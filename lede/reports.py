@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from lede.atomic import write_atomically
 from lede.benchmark import BenchmarkRow
 from lede.statistics import Round
 
@@ -23,6 +26,7 @@ LEGEND = (
     "kept a round; rate: accepted / drafted; layer: mean exit layer of drafted tokens; repeats: share of 4-grams that "
     "stood in the text before; exact: same text as transformers' generate"
 )
+_CURVE_COLOURS = (BLUE, "#d1495b", "#3f8f5b", "#e09f3e", "#7b5ea7", "#4d4d4d")
 _LAYER_COLOURS = ("green", "cyan", "blue", "magenta", "yellow", "red")
 
 
@@ -117,6 +121,40 @@ def plot_speed(rows: Sequence[BenchmarkRow], path: Path) -> None:
     _save(figure, path)
 
 
+@dataclass(frozen=True)
+class Curve:
+    """A quantity over training steps, for several seeds."""
+
+    name: str
+    """What the legend says."""
+    steps: Sequence[int]
+    """Updates so far, ascending."""
+    values: Sequence[Sequence[float]]
+    """The quantity, `(seed, step)`."""
+
+
+def plot_curves(curves: Sequence[Curve], title: str, y: str, path: Path) -> None:
+    """Mean and range over seeds; the first six curves in colour, best first, the others grey."""
+    figure, axes = _figure(title, "updates", y)
+    n_coloured = len(_CURVE_COLOURS)
+    for place, curve in reversed([*enumerate(curves)]):  # the best on top
+        coloured = place < n_coloured
+        colour = _CURVE_COLOURS[place] if coloured else GREY
+        mean = [sum(each) / len(each) for each in zip(*curve.values, strict=True)]
+        axes.plot(curve.steps, mean, color=colour, linewidth=1.8 if coloured else 1, zorder=2 + (not place))
+        if coloured and len(curve.values) > 1:
+            low, high = ([f(each) for each in zip(*curve.values, strict=True)] for f in (min, max))
+            axes.fill_between(curve.steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    handles = [*reversed(axes.lines)][:n_coloured]
+    labels = [curve.name for curve in curves[:n_coloured]]
+    if len(curves) > n_coloured:
+        handles.append(axes.lines[0])
+        labels.append(f"{len(curves) - n_coloured} more")
+    figure.set_figheight(figure.get_figheight() + 0.2 * len(labels))
+    figure.legend(handles, labels, frameon=False, loc="outside lower left", fontsize="small")
+    _save(figure, path)
+
+
 def _figure(title: str, x: str, y: str) -> tuple[Any, Axes]:
     import matplotlib
 
@@ -136,5 +174,7 @@ def _figure(title: str, x: str, y: str) -> tuple[Any, Axes]:
 def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
-    figure.savefig(path, dpi=150)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=150, format="png")
     pyplot.close(figure)
+    write_atomically(path, content.getvalue())
