@@ -15,6 +15,7 @@ from lede.draft_rounds import DraftRounds, Stage
 from lede.policies.base import BLIND, ExitAt, LayerState, Policy, PreScan, PreScanState
 from lede.policies.learned import LearnedPolicy
 from lede.policies.static import StaticPolicy
+from lede.policies.survival import SurvivalPolicy
 from lede.rewards import CONTINUE, EXIT
 from lede.round_log import RoundLog
 
@@ -103,6 +104,10 @@ def simulate(
     if isinstance(policy, StaticPolicy):
         plan = BLIND + rounds.candidates.tolist().index(_static_layer(policy, table))
         return play(rounds, _drafting_blind(plan, policy.config.draft_length))
+    if isinstance(policy, SurvivalPolicy):  # remembers its draft, and so needs a memory for each lane
+        from lede.reference_thresholds import lane_decisions
+
+        return play(rounds, lane_decisions(policy, table.n_prompts))
     policy.reset()
     return play(rounds, _one_by_one(policy))
 

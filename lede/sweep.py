@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from lede.buffers.store import TraceStore, TransitionStore
     from lede.policies.learned import LearnedPolicy
+    from lede.policies.survival import SurvivalPolicy
     from lede.sweep_results import RunResult, SweepResults, SweepRun
 
 DEFAULT_SEEDS = 5
@@ -58,7 +59,7 @@ class SweepConfig(TrainConfig):
         return self.seeds or (DEFAULT_SEEDS if self.sweep else 1)
 
 
-def train_or_sweep(config: SweepConfig) -> LearnedPolicy | SweepResults:
+def train_or_sweep(config: SweepConfig) -> LearnedPolicy | SurvivalPolicy | SweepResults:
     """Train once, or sweep if there is something to vary.
 
     Raises:
@@ -68,6 +69,10 @@ def train_or_sweep(config: SweepConfig) -> LearnedPolicy | SweepResults:
         return sweep(config)
     if (Path(config.out) / _RECORD).exists():
         raise ValueError(f"{config.out} holds a sweep: give its --sweep and --seeds again, or another folder")
+    if config.algo == "thresholds":
+        from lede.threshold_training import train_thresholds
+
+        return train_thresholds(config.single)
     return train(config.single)
 
 

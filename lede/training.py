@@ -46,8 +46,9 @@ class TrainConfig:
     """Whether `agreement` is seen in the draft too, at the price of a second head read a token."""
     max_draft: int = 12
     """Most tokens drafted in a round."""
-    algo: Literal["dqn", "double-dqn", "cql"] = "dqn"
-    """Algorithm of d3rlpy: DQN, DoubleDQN or DiscreteCQL."""
+    algo: Literal["dqn", "double-dqn", "cql", "thresholds"] = "dqn"
+    """Algorithm: d3rlpy's DQN, DoubleDQN or DiscreteCQL; or, for wall-clock, thresholds on a calibrated acceptance
+    probability, searched on the simulator in seconds."""
     n_steps: int = 3
     """Most decisions in a return."""
     cut_at_greedy: bool = True
@@ -148,6 +149,10 @@ class TrainConfig:
             raise ValueError("the wall-clock objective has episodes of a prompt or a round, got 'token'")
         if not wall_clock and self.episode == "round":
             raise ValueError("episode 'round' belongs to the wall-clock objective; the paper's is 'token' or 'prompt'")
+        if not wall_clock and self.algo == "thresholds":
+            raise ValueError(
+                "thresholds are searched for tokens a second: they need traces and a cost profile (--profile)"
+            )
         if wall_clock and self.gamma != 1:
             raise ValueError(
                 f"the wall-clock objective has gamma 1: a second costs the same at any time; got {self.gamma}"
@@ -193,6 +198,8 @@ def train(
     from lede.training_data import load_data
     from lede.training_run import TrainingRun
 
+    if config.algo == "thresholds":
+        raise ValueError("thresholds have no network to train; call lede.threshold_training.train_thresholds")
     folder = RunFolder(config.out)
     if folder.used and not config.resume:
         raise ValueError(f"{config.out} holds a run already: resume it, or give another folder")

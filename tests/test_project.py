@@ -23,7 +23,7 @@ SERVING = ("lede.generation", "lede.checkpoint", "lede.models", "lede.policies")
 SERVING_PACKAGES = {"torch", "transformers", "safetensors", "numpy", "huggingface_hub"}  # the last by transformers
 MAY_NOT_REACH = {
     SERVING: {"lede.envs", "lede.collectors", "lede.buffers", "lede.training", "lede.cli"},
-    ("lede.envs",): {"lede.collectors", "lede.training", "lede.cli", "d3rlpy"},
+    ("lede.envs",): {"lede.collectors", "lede.training", "lede.cli"},
     ("lede.buffers",): {"lede.envs", "lede.collectors", "lede.training", "lede.cli", "gymnasium"},
     ("lede.collectors",): {"lede.training", "lede.cli"},
     ("lede.training",): {"lede.envs", "lede.collectors", "lede.cli", "gymnasium"},

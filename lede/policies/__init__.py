@@ -9,6 +9,7 @@ from lede.policies.learned import LearnedConfig, LearnedPolicy
 from lede.policies.random import RandomConfig, RandomPolicy
 from lede.policies.settings import settings_from_text
 from lede.policies.static import StaticConfig, StaticPolicy
+from lede.policies.survival import SurvivalConfig, SurvivalPolicy
 from lede.policies.threshold import ThresholdConfig, ThresholdPolicy
 
 __all__ = [
@@ -25,15 +26,19 @@ __all__ = [
     "RandomPolicy",
     "StaticConfig",
     "StaticPolicy",
+    "SurvivalConfig",
+    "SurvivalPolicy",
     "ThresholdConfig",
     "ThresholdPolicy",
     "parse_policy",
 ]
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.kind: policy for policy in (StaticPolicy, ThresholdPolicy, RandomPolicy, LearnedPolicy)
+    policy.kind: policy for policy in (StaticPolicy, ThresholdPolicy, RandomPolicy, LearnedPolicy, SurvivalPolicy)
 }
 """Every policy by its kind."""
+
+_FITTED = (LearnedPolicy.kind, SurvivalPolicy.kind)
 
 
 def parse_policy(text: str) -> Policy | None:
@@ -55,8 +60,8 @@ def parse_policy(text: str) -> Policy | None:
         if settings:
             raise ValueError(f"plain decoding has no settings, got '{settings}'")
         return None
-    if name == LearnedPolicy.kind:
-        raise ValueError("a learned policy has weights; give the folder that it was saved to instead of its name")
+    if name in _FITTED:
+        raise ValueError(f"a {name} policy has weights; give the folder that it was saved to instead of its name")
     if name in POLICIES:
         try:
             return POLICIES[name](settings_from_text(POLICIES[name].config_class, settings))
@@ -66,5 +71,5 @@ def parse_policy(text: str) -> Policy | None:
         from lede.checkpoint import load_policy
 
         return load_policy(text)
-    names = ["plain", *(kind for kind in POLICIES if kind != LearnedPolicy.kind)]
+    names = ["plain", *(kind for kind in POLICIES if kind not in _FITTED)]
     raise ValueError(f"policy '{text}' is neither a folder nor one of {', '.join(names)}")

@@ -26,7 +26,7 @@ def test_plain_is_no_policy() -> None:
 
 def test_every_kind_is_registered_under_its_name() -> None:
     assert {kind: policy.kind for kind, policy in POLICIES.items()} == {k: k for k in POLICIES}
-    assert set(POLICIES) == {"static", "threshold", "random", "learned"}
+    assert set(POLICIES) == {"static", "threshold", "random", "learned", "survival"}
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from lede.buffers.store import TraceStore
 from lede.cost_profile import CostProfile
 from lede.features import WALL_CLOCK_FEATURES
 from lede.optimal_drafting import DraftingProblem
-from lede.policies import LearnedPolicy
+from lede.policies import LearnedPolicy, SurvivalPolicy
 from lede.run_folder import RunFolder
 from lede.simulation import simulate
+from lede.threshold_training import train_thresholds
 from lede.trace_table import TraceTable
 from lede.training import TrainConfig, train
 
@@ -61,9 +62,12 @@ def profile(tmp_path: Path) -> str:
     return str(tmp_path / "profile.json")
 
 
-def learn(traces: TraceStore, profile: str | None, out: Path, **settings: Any) -> LearnedPolicy:
+def learn(
+    traces: TraceStore, profile: str | None, out: Path, validation: TraceStore | None = None, **settings: Any
+) -> LearnedPolicy:
     given: dict[str, Any] = {"max_draft": PROBLEM.max_draft, "features": PROBLEM.features.names, **settings}
-    return train(TrainConfig(buffer="memory", profile=profile, out=str(out), **given), traces, progress=False)
+    config = TrainConfig(buffer="memory", profile=profile, out=str(out), **given)
+    return train(config, traces, validation, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +79,8 @@ def learn(traces: TraceStore, profile: str | None, out: Path, **settings: Any) -
     ],
 )
 def test_the_best_round_is_found(profile: str, tmp_path: Path, episode: str, shaping: bool, least: float) -> None:
-    settings = TrainConfig(
-        buffer="memory", profile=profile, out=str(tmp_path / "run"), max_draft=PROBLEM.max_draft,
-        features=PROBLEM.features.names, episode=episode, shaping=shaping, steps=8000, eval_interval=1000,
-    )  # type: ignore[arg-type]  # fmt: skip
-    policy = train(settings, store(300, 0), store(150, 5), progress=False)
+    varied: dict[str, Any] = {"episode": episode, "shaping": shaping, "steps": 8000, "eval_interval": 1000}
+    policy = learn(store(300, 0), profile, tmp_path / "run", store(150, 5), **varied)
     # long texts, since a text's end cuts its last round short
     table = TraceTable.from_traces(PROBLEM.traces(500, 257, seed=9), 600, PROBLEM.text.vocab_size)
     share = simulate(policy, table, PROBLEM.cost_model).rate / PROBLEM.rate()
@@ -180,3 +181,32 @@ def test_plans_are_never_chosen_where_they_are_illegal(traces: TraceStore, profi
     assert chosen[stage == 0].max() >= 2
     with pytest.raises(ValueError, match="plans of the pre-scan need the features"):
         Learner(config, mean, std, seed=0, n_actions=5)
+
+
+def test_thresholds_are_found_without_a_network(traces: TraceStore, profile: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"buffer": "memory", "profile": profile, "max_draft": PROBLEM.max_draft}
+    config = TrainConfig(out=str(tmp_path / "run"), algo="thresholds", **given)
+    policy = train_thresholds(config, traces, progress=False)
+    table = TraceTable.from_traces(PROBLEM.traces(100, 257, seed=9), 600, PROBLEM.text.vocab_size)
+    assert simulate(policy, table, PROBLEM.cost_model).rate > 0.95 * PROBLEM.rate()
+    loaded = SurvivalPolicy.from_pretrained(str(tmp_path / "run" / "policy"))
+    assert loaded.config == policy.config
+    assert loaded.profile == PROFILE
+    with pytest.raises(ValueError, match="holds a run already"):
+        train_thresholds(config, traces, progress=False)
+    with pytest.raises(ValueError, match=r"call lede\.threshold_training\.train_thresholds"):
+        train(config, traces, progress=False)
+    with pytest.raises(ValueError, match="need traces and a cost profile"):
+        replace(config, profile=None).settled("traces")
+
+
+def test_candidates_are_searched_if_asked(traces: TraceStore, profile: str, tmp_path: Path) -> None:
+    policy = learn(traces, profile, tmp_path / "run", candidates="auto", steps=20, eval_interval=10)
+    found = policy.config.candidates
+    assert found is not None
+    assert 1 <= len(found) <= 4
+    resolved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert resolved["candidates"] == "auto"
+    assert tuple(resolved["resolved"]["candidates"]) == found
+    with pytest.raises(ValueError, match="auto weighs what inspections cost and needs a cost profile"):
+        learn(traces, None, tmp_path / "none", candidates="auto", features=None)
