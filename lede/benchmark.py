@@ -34,6 +34,8 @@ class Run:
     """Wall-clock of the call, prompt included."""
     rounds: tuple[Round, ...] = ()
     """Rounds after the prefill; none for transformers."""
+    decode_seconds: float | None = None
+    """Wall-clock after the prefill; None where the engine does not tell."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,8 @@ def lede_contender(model: EarlyExitModel, name: str, policy: Policy | None, max_
         start = time.perf_counter()
         out = generate(model, input_ids=prompt, policy=policy, max_new_tokens=max_new_tokens)
         new = tuple(out.sequences[0, len(prompt) :].tolist())
-        return Run(new, time.perf_counter() - start, out.rounds)
+        elapsed = time.perf_counter() - start
+        return Run(new, elapsed, out.rounds, out.stats.seconds.total - out.stats.seconds.prefill)
 
     return Contender(name, decode)
 
