@@ -41,7 +41,7 @@ class Learner:
     wherever a match is more likely than not.
 
     Args:
-        config: Algorithm, network, optimiser and device.
+        config: Algorithm (one of d3rlpy's), network, optimiser and device.
         mean: Mean of the features, `(feature,)`.
         std: Their standard deviations; a feature that never changes has 1.
         seed: Seed of the initial weights.

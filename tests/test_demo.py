@@ -9,7 +9,7 @@ import pytest
 
 import lede
 from lede.cli import main
-from lede.demo.run import PROMPTS
+from lede.demo.run import LEARNED, PAPER, PROMPTS
 
 
 def test_demo_does_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,10 +19,10 @@ def test_demo_does_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "best static setting" in told
     report = json.loads((out / "report.json").read_text())
     rows = {row["name"]: row for row in report["rows"]}
-    assert list(rows) == ["transformers", "plain", "best static", "learned"]
+    assert list(rows) == ["transformers", "plain", "best static", PAPER, LEARNED]
     assert all(row["exact"] in ("yes", "ties") for row in rows.values())
     assert sum(row["exact"] == "ties" for row in rows.values()) <= 1
-    assert rows["learned"]["acceptance_rate"] is not None
+    assert rows[LEARNED]["acceptance_rate"] is not None
     assert rows["plain"]["speedup"] == 1
     assert len(report["agreement_by_layer"]) == lede.load_model("demo").n_layers
     assert report["agreement_by_layer"][-1] == 1

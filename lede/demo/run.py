@@ -1,7 +1,8 @@
 """`lede demo`: the whole of lede on the bundled model, offline, in a few minutes on a CPU.
 
-Collect both kinds of experience, train a policy on the traces, choose the best static setting on validation prompts,
-and decode held-out prompts with plain decoding, transformers' `generate`, that static setting and the learned policy.
+Collect both kinds of experience, measure what decoding costs here, train a policy for the paper's reward and one for
+seconds, choose the best static setting on validation prompts, and decode held-out prompts with plain decoding,
+transformers' `generate`, that static setting and both policies.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,14 @@ from lede.benchmark import (
     repetition_share,
     transformers_contender,
 )
-from lede.buffers import TraceStore, open_store
+from lede.buffers import TraceStore
 from lede.checkpoint import versions
-from lede.collectors import CollectConfig, collect
+from lede.demo.learning import RUNS, STORES, Effort, gather, learn, price
 from lede.features import default_candidates
 from lede.models import EarlyExitModel, load_model
-from lede.policies import LearnedPolicy, StaticPolicy
+from lede.policies import Policy, StaticPolicy
 from lede.prompts import encode_prompts
 from lede.reports import LEGEND, coloured, markdown, plot_agreement, plot_speed, table
-from lede.training import TrainConfig, train
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
@@ -57,30 +57,24 @@ class DemoConfig:
 class Sizes:
     """How much of everything."""
 
-    train_prompts: int
-    """Prompts that traces are collected on."""
-    rollout_prompts: int
-    """Prompts that the environment is played on."""
+    effort: Effort
+    """What is learned from, and for how long."""
     validation_prompts: int
     """Prompts that the static setting is chosen on."""
     test_prompts: int
     """Prompts that are timed."""
-    max_new_tokens: int
-    """Budget a prompt, in tokens."""
-    train_steps: int
-    """Updates of the Q-network."""
     draft_lengths: tuple[int, ...]
     """Lengths of the static sweep; layers are compared at the first."""
     sweep_all_layers: bool
     """Whether the sweep goes over every layer up to half depth, not over candidates alone."""
 
 
-LEARNED = "learned"
+LEARNED, PAPER = "learned, for seconds", "learned, paper's reward"
 
-FULL = Sizes(104, 16, 8, 24, 96, 4000, (4, 2, 6, 8), True)
-QUICK = Sizes(24, 4, 2, 6, 48, 800, (4,), False)
+FULL = Sizes(Effort(104, 16, 96, 9, {"wall-clock": 8000, "paper": 4000}), 8, 24, (4, 2, 3, 6, 8), True)
+QUICK = Sizes(Effort(24, 4, 48, 3, {"wall-clock": 800, "paper": 400}), 2, 6, (4,), False)
 
-_OURS = ("traces.zarr", "validation.zarr", "rollouts.zarr", "run", "policy")
+_OURS = (*STORES, *RUNS.values(), "policy")
 
 _MARK = ".lede-demo"
 """File that tells a demo's folder, in which `_OURS` may be replaced, from one with stores and runs of the user's."""
@@ -101,26 +95,19 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     prompts = _prompts()
 
     console.rule("1. collect", align="left")
-    traces, validation = _collect(config, sizes, model, prompts, out)
+    traces, validation = gather(model, prompts, sizes.effort, config.seed, out)
 
     console.rule("2. train", align="left")
-    policy = train(
-        TrainConfig(
-            buffer=str(out / "traces.zarr"),
-            out=str(out / "run"),
-            validation=str(out / "validation.zarr"),
-            steps=sizes.train_steps,
-            eval_interval=max(1, sizes.train_steps // 10),
-            min_exits=20,
-            seed=config.seed,
-        )
-    )
-    shutil.copytree(out / "run" / "policy", out / "policy", dirs_exist_ok=True)
+    costs = price(model, sizes.effort, console, out)
+    policy = learn("wall-clock", sizes.effort, config.seed, out, None)
+    candidates = policy.candidates_for(model.n_layers)
+    paper = learn("paper", sizes.effort, config.seed, out, candidates)
 
     console.rule("3. decode", align="left")
     encoded = {split: encode_prompts(model.tokenizer, texts) for split, texts in prompts.items()}
     static, sweep = _best_static(model, encoded["validation"][: sizes.validation_prompts], sizes)
-    benchmark = _measure(model, encoded["test"][: sizes.test_prompts], static, policy, sizes)
+    contenders = {"best static": static, PAPER: paper, LEARNED: policy}
+    benchmark = _measure(model, encoded["test"][: sizes.test_prompts], contenders, sizes)
     rows = benchmark.rows()
 
     agreement = _agreement(traces)
@@ -130,11 +117,13 @@ def demo(config: DemoConfig) -> dict[str, Any]:
         **as_json(benchmark),
         "best_static": asdict(static.config),
         "static_sweep": sweep,
+        "candidates": list(candidates),
+        "head_read_over_layer": costs.head_over_layer(),
         "agreement_by_layer": agreement,
         "repetition_of_validation_texts": statistics.fmean(repetition_share(t.token_ids.tolist()) for t in validation),
         "quick": config.quick,
         "seed": config.seed,
-        "max_new_tokens": sizes.max_new_tokens,
+        "max_new_tokens": sizes.effort.max_new_tokens,
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "seconds": time.perf_counter() - began,
@@ -147,12 +136,12 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     )
     console.print(coloured(model.tokenizer, prompt, run.token_ids[0], run.rounds), soft_wrap=True)
     console.print()
-    title = f"{len(benchmark.prompts)} held-out prompts, {sizes.max_new_tokens} tokens, greedy, float32"
+    title = f"{len(benchmark.prompts)} held-out prompts, {sizes.effort.max_new_tokens} tokens, greedy, float32"
     console.print(table(rows, title))
     console.print(LEGEND, style="dim")
     console.print(
         f"best static setting on validation prompts: layer {static.config.exit_layer}, "
-        f"length {static.config.draft_length}\n"
+        f"length {static.config.draft_length}; the learned policies may draft at {', '.join(map(str, candidates))}\n"
         f"{out / 'report.json'}, agreement.png, speed.png; tensorboard --logdir {out / 'run' / 'logs'}\n"
         f"decode with it: lede deploy --policy {out / 'policy'} --prompt 'def main():'\n"
         f"{report['seconds']:.0f} seconds",
@@ -183,23 +172,6 @@ def _prompts() -> dict[str, list[str]]:
     return splits
 
 
-def _collect(
-    config: DemoConfig, sizes: Sizes, model: EarlyExitModel, prompts: dict[str, list[str]], out: Path
-) -> tuple[TraceStore, TraceStore]:
-    """Traces of training and validation prompts, and some rollouts of the environment."""
-    base = CollectConfig(
-        out=out / "traces.zarr", collector="teacher", max_new_tokens=sizes.max_new_tokens, seed=config.seed
-    )
-    collect(base, model, prompts["train"][: sizes.train_prompts])
-    collect(replace(base, out=out / "validation.zarr"), model, prompts["validation"])
-    rollout = replace(base, out=out / "rollouts.zarr", collector="rollout", max_new_tokens=sizes.max_new_tokens // 2)
-    collect(rollout, model, prompts["train"][: sizes.rollout_prompts])
-    traces, validation = open_store(out / "traces.zarr"), open_store(out / "validation.zarr")
-    assert isinstance(traces, TraceStore)
-    assert isinstance(validation, TraceStore)
-    return traces, validation
-
-
 def _best_static(
     model: EarlyExitModel, prompts: Sequence[list[int]], sizes: Sizes
 ) -> tuple[StaticPolicy, list[dict[str, Any]]]:
@@ -218,7 +190,7 @@ def _fastest(
     model: EarlyExitModel, prompts: Sequence[list[int]], settings: Sequence[tuple[int, int]], sizes: Sizes
 ) -> tuple[StaticPolicy, list[dict[str, Any]]]:
     """The fastest of some settings (exit layer, draft length), and the speed of each over plain decoding."""
-    budget = sizes.max_new_tokens
+    budget = sizes.effort.max_new_tokens
     policies = {f"{layer}x{n}": StaticPolicy(exit_layer=layer, draft_length=n) for layer, n in settings}
     contenders = [lede_contender(model, PLAIN, None, budget)]
     contenders += [lede_contender(model, name, policy, budget) for name, policy in policies.items()]
@@ -228,15 +200,14 @@ def _fastest(
 
 
 def _measure(
-    model: EarlyExitModel, prompts: Sequence[list[int]], static: StaticPolicy, policy: LearnedPolicy, sizes: Sizes
+    model: EarlyExitModel, prompts: Sequence[list[int]], policies: dict[str, Policy], sizes: Sizes
 ) -> Benchmark:
     """Everyone on the held-out prompts, in one interleaved run."""
-    budget = sizes.max_new_tokens
+    budget = sizes.effort.max_new_tokens
     contenders = [
         transformers_contender(model, budget),
         lede_contender(model, PLAIN, None, budget),
-        lede_contender(model, "best static", static, budget),
-        lede_contender(model, LEARNED, policy, budget),
+        *(lede_contender(model, name, policy, budget) for name, policy in policies.items()),
     ]
     return _run("decoding held-out prompts", model, contenders, prompts)
 

@@ -1,0 +1,106 @@
+"""What the demo learns: experience collected, costs measured, and a policy trained for each of the two objectives."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lede.buffers import TraceStore, open_store
+from lede.collectors import CollectConfig, collect
+from lede.cost_profile import CostProfile
+from lede.models import EarlyExitModel
+from lede.policies import LearnedPolicy
+from lede.profiling import measured_profile
+from lede.training import TrainConfig, train
+
+STORES = ("traces.zarr", "validation.zarr", "rollouts.zarr")
+RUNS = {"wall-clock": "run", "paper": "run-paper"}
+"""Folder of the training run by objective."""
+
+CONTEXT = 128
+"""Context length that costs are measured at, in tokens: about where the demo decodes."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is learned from, and for how long."""
+
+    train_prompts: int
+    """Prompts that traces are collected on."""
+    rollout_prompts: int
+    """Prompts that the environment is played on."""
+    max_new_tokens: int
+    """Budget a prompt, in tokens."""
+    repeats: int
+    """Times that each operation is measured."""
+    steps: dict[str, int]
+    """Updates of the Q-network, by objective."""
+
+
+def shallow_layers(model: EarlyExitModel) -> tuple[int, ...]:
+    """Layers that may turn out to be worth drafting at: the second to the middle one."""
+    return tuple(range(min(2, model.n_layers // 2), model.n_layers // 2 + 1))
+
+
+def gather(
+    model: EarlyExitModel, prompts: dict[str, list[str]], effort: Effort, seed: int, out: Path
+) -> tuple[TraceStore, TraceStore]:
+    """Traces of training and validation prompts, and some rollouts of the environment."""
+    base = CollectConfig(
+        out=out / "traces.zarr",
+        collector="teacher",
+        candidates=",".join(map(str, shallow_layers(model))),
+        max_new_tokens=effort.max_new_tokens,
+        seed=seed,
+    )
+    collect(base, model, prompts["train"][: effort.train_prompts])
+    collect(replace(base, out=out / "validation.zarr"), model, prompts["validation"])
+    rollout = CollectConfig(
+        out=out / "rollouts.zarr", collector="rollout", max_new_tokens=effort.max_new_tokens // 2, seed=seed
+    )
+    collect(rollout, model, prompts["train"][: effort.rollout_prompts])
+    traces, validation = open_store(out / "traces.zarr"), open_store(out / "validation.zarr")
+    assert isinstance(traces, TraceStore)
+    assert isinstance(validation, TraceStore)
+    return traces, validation
+
+
+def price(model: EarlyExitModel, effort: Effort, console: Console, out: Path) -> CostProfile:
+    """Seconds of the engine's operations, measured here and now."""
+    columns = (TextColumn("measuring costs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("measuring", total=effort.repeats + 1)
+        found = measured_profile(
+            model, (CONTEXT,), shallow_layers(model), effort.repeats, lambda: progress.advance(task)
+        )
+    found.save(out / "profile.json")
+    return found
+
+
+def learn(objective: str, effort: Effort, seed: int, out: Path, candidates: tuple[int, ...] | None) -> LearnedPolicy:
+    """A policy for an objective, with given candidates or those that a search finds fastest."""
+    run = out / RUNS[objective]
+    steps = effort.steps[objective]
+    policy = train(
+        TrainConfig(
+            buffer=str(out / "traces.zarr"),
+            out=str(run),
+            validation=str(out / "validation.zarr"),
+            objective="wall-clock" if objective == "wall-clock" else "paper",
+            profile=str(out / "profile.json"),
+            candidates="auto" if candidates is None else ",".join(map(str, candidates)),
+            steps=steps,
+            eval_interval=max(1, steps // 8),
+            refresh_interval=max(1, steps // 8),
+            checkpoint_interval=max(1, steps // 4),
+            min_exits=20,
+            seed=seed,
+        )
+    )
+    if objective == "wall-clock":
+        shutil.copytree(run / "policy", out / "policy", dirs_exist_ok=True)
+    return policy
