@@ -159,13 +159,27 @@ class CostModel:
         if features is None:
             return 0.0
         costs = self.costs
-        seconds = self.head_seconds() + costs.observe + costs.features + costs.policy
-        if "entropy" in features.names:
-            seconds += costs.features_entropy
-        if "confidence" in features.names and features.top_k > 1:
-            seconds += costs.features_top_k
+        seconds = self.head_seconds() + costs.observe + self._reading_seconds(features) + costs.policy
         if drafting and features.draft_agreement:
             seconds += self.head_seconds() + costs.choose
+        return seconds
+
+    def blind_seconds(self, features: FeatureConfig | None = FeatureConfig()) -> float:
+        """Seconds of drafting a token that nobody was asked about, from a state at the exit layer.
+
+        A head read and a choice; what the features remember of a drafted position is read too.
+        """
+        seconds = self.head_seconds() + self.costs.choose
+        remembers = features is not None and not {"trace", "survival", "certainty"}.isdisjoint(features.names)
+        return seconds + (self._reading_seconds(features) if features is not None and remembers else 0.0)
+
+    def _reading_seconds(self, features: FeatureConfig) -> float:
+        """Seconds of reading what the features name off logits."""
+        seconds = self.costs.features
+        if "entropy" in features.names:
+            seconds += self.costs.features_entropy
+        if "confidence" in features.names and features.top_k > 1:
+            seconds += self.costs.features_top_k
         return seconds
 
     def draft_seconds(
@@ -230,9 +244,8 @@ class CostModel:
             return total + self.verify_seconds(scanned[-1] if scanned else 0, 1, context)
         if not scanned:
             total += self.seconds(0, exit_layer, 1, context)
-        if not (scanned and features is not None):
-            total += self.head_seconds()
-        total += self.costs.choose
+        asked = bool(scanned) and features is not None
+        total += self.costs.choose if asked else self.blind_seconds(features)
         total += sum(self.draft_seconds(exit_layer, context + i, features, lowest) for i in range(1, n_drafted))
         if ending != "eos":
             total += self.costs.embed + self.seconds(0, exit_layer, 1, context + n_drafted)

@@ -91,6 +91,7 @@ class DraftRounds:
         self._ask_draft = np.full(self.candidates.size, costs.decision(features, drafting=True))
         self._ask_draft[0] = self._ask_scan  # below the lowest candidate there is none to agree with
         self._draw = costs.choose + (costs.head if features is None else 0.0)
+        self._blind = costs.costs.blind_seconds(features)
 
     def start(self, prompts: Ints) -> None:
         """Begin one lane for each of `prompts` (places in the table)."""
@@ -182,7 +183,7 @@ class DraftRounds:
             here, k = lanes[blind], actions[blind].astype(np.int64) - BLIND
             self.candidate[here] = k
             self.stage[here] = Stage.DRAFT
-            self._step_seconds[here] += self.costs.draft[k, self._context(here)] + self.costs.head + self.costs.choose
+            self._step_seconds[here] += self.costs.draft[k, self._context(here)] + self._blind
             self._add_draft(here)
 
     def _inspect(self, lanes: Ints, candidate: Ints) -> None:

@@ -198,9 +198,11 @@ class Drafter:
         draft.distributions.append(q)
         if self._surprisal_wanted:
             if read.surprisal is None:
-                if self.observer is not None and self.observer.wants_certainty:
+                if self.observer is not None:
+                    self.meter.enter("inspect")
                     reading = self.observer.read(read.logits)
                     read.surprisal, read.margin = reading.surprisal, reading.margin
+                    self.meter.enter("draft")
                 else:
                     read.surprisal = surprisal(read.logits)
             self._doubt.add(read.surprisal, read.margin)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from lede.demo.run import LEARNED
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"lede": "lede", "envs": "lede/envs", "collectors": "lede/collectors", "buffers": "lede/buffers"}
 BESIDE = (
@@ -102,5 +104,5 @@ def test_an_installed_wheel_runs_the_demo_elsewhere(wheel: Path, tmp_path: Path)
         if command[-1] == where:
             assert [Path(line).parent for line in done.stdout.split()] == [site / "lede", site / "lede" / "envs"]
     rows = {row["name"]: row for row in json.loads((out / "report.json").read_text())["rows"]}
-    assert rows["learned"]["exact"] in ("yes", "ties")
+    assert rows[LEARNED]["exact"] in ("yes", "ties")
     assert rows["best static"]["acceptance_rate"] > 0

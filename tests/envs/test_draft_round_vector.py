@@ -10,6 +10,7 @@ from gymnasium.error import ResetNeeded
 from lede.buffers import TraceStore
 from lede.cost_model import CostModel
 from lede.envs import DraftRoundEnv, DraftRoundVectorEnv
+from lede.features import WALL_CLOCK_FEATURES
 from tests.buffers.samples import N_LAYERS, make_trace, settings
 from tests.planted_costs import PLANTED
 
@@ -34,7 +35,7 @@ def legal(infos: dict[str, Any], rng: np.random.Generator) -> Any:
 def test_spaces_masks_and_autoreset_mode() -> None:
     env = make()
     assert env.action_space == gymnasium.spaces.MultiDiscrete([5, 5, 5])
-    assert env.observation_space.shape == (3, 12)
+    assert env.observation_space.shape == (3, len(WALL_CLOCK_FEATURES))
     _, infos = env.reset(seed=0)
     assert infos["action_mask"].dtype == np.int8
     for _ in range(20):
