@@ -38,7 +38,7 @@ PROFILE = CostProfile(
 N_TOKENS = 65
 
 
-def store(n_prompts: int, seed: int) -> TraceStore:
+def store(n_prompts: int, seed: int, problem: DraftingProblem = PROBLEM) -> TraceStore:
     settings = StoreSettings(
         kind="traces",
         model="drafting",
@@ -48,7 +48,7 @@ def store(n_prompts: int, seed: int) -> TraceStore:
         fingerprint=FINGERPRINT,
         max_new_tokens=2 * N_TOKENS,
     )
-    return TraceStore(settings, PROBLEM.traces(n_prompts, N_TOKENS, seed))
+    return TraceStore(settings, problem.traces(n_prompts, N_TOKENS, seed))
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +210,19 @@ def test_candidates_are_searched_if_asked(traces: TraceStore, profile: str, tmp_
     assert tuple(resolved["resolved"]["candidates"]) == found
     with pytest.raises(ValueError, match="auto weighs what inspections cost and needs a cost profile"):
         learn(traces, None, tmp_path / "none", candidates="auto", features=None)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "least", "most_drafting"),
+    [((0.05, 0.04, 0.03, 0.02, 0.01), 0.97, 0.02), ((0.98, 0.97, 0.96, 0.95, 0.94), 1.4, 1.0)],
+    ids=["nothing to draft", "planted agreement"],
+)
+def test_it_skips_where_drafting_never_pays(
+    profile: str, tmp_path: Path, acceptance: tuple[float, ...], least: float, most_drafting: float
+) -> None:
+    problem = DraftingProblem(text=replace(PROBLEM.text, acceptance=acceptance))
+    found = learn(store(60, 0, problem), profile, tmp_path / "run", steps=1500)
+    table = TraceTable.from_traces(problem.traces(100, 257, seed=9), 600, problem.text.vocab_size)
+    played = simulate(found, table, problem.cost_model)
+    assert played.speedup > least
+    assert (played.log.layer > 0).mean() <= most_drafting
