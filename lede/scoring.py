@@ -51,8 +51,9 @@ class Scorer:
             return policy.decide(seen, legal)
 
         found = play(rounds_of(policy, self.table, self.costs), decide)
+        worth = 0.0 if rate is None else 1 - rate / found.rate
         return GreedyScore(
-            reward=found.speedup,
+            reward=worth,
             acceptance=found.acceptance,
             exit_layer=found.exit_layer,
             exit_rate=float((found.log.layer > 0).mean()),

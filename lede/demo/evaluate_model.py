@@ -154,6 +154,10 @@ def card(config: EvaluationConfig, result: dict[str, Any]) -> str:
     layers, ends = result["layers"], "final decay not begun"
     if training["decay_start"] >= 0:
         ends = f"{training['decay_tokens'] / 1e6:.1f} M of them in the final decay"
+    loops = ""
+    if "loops" in training:
+        part = training["loops"]
+        loops = f"; the last {part['steps']} steps had {part['texts']} own texts each, against loops"
     shown = sorted({*range(1, layers // 2 + 1), *range(layers // 2 + 2, layers, 2)})
     rows = [f"| {e} | {result['agreement_text'][e - 1]:.3f} | {result['agreement_greedy'][e - 1]:.3f} |" for e in shown]
     curve = (
@@ -163,6 +167,7 @@ def card(config: EvaluationConfig, result: dict[str, Any]) -> str:
     sample = result["samples"][0]
     return f"""---
 library_name: transformers
+license: apache-2.0
 tags: [early-exit, self-speculative-decoding, code]
 ---
 # lede demo model
@@ -189,8 +194,9 @@ Greedy text: {config.new_tokens} tokens after the first {config.prompt_tokens} o
 
 ## Training
 
-{training["tokens"] / 1e6:.1f} M tokens ({ends}), {training["elapsed"] / 3600:.1f} hours on two CPU cores.
-Recipe: `python -m lede.demo.train_model`; text: `python -m lede.demo.corpus`. Every setting is in `training.json`.
+{training["tokens"] / 1e6:.1f} M tokens ({ends}), {training["elapsed"] / 3600:.1f} hours on two CPU cores{loops}.
+Recipe: `python -m lede.demo.train_model`, `python -m lede.demo.break_loops`; text: `python -m lede.demo.corpus`. Every
+setting is in `training.json`; what was tried is in `docs/demo_model.md`.
 
 | M tokens | validation loss |
 |---|---|

@@ -62,7 +62,7 @@ class TrainConfig:
     stages: tuple[tuple[int, int, int, int], ...] = (
         (0, 8, 256, 8192),
         (16_000_000, 20, 256, 8192),
-        (40_000_000, 20, 512, 16384),
+        (22_000_000, 20, 512, 8192),
     )
     """(tokens seen, layers in use, sequence length, tokens a step): each stage holds from that many tokens on."""
     exits: tuple[int, ...] = (2, 3, 3, 4, 4, 5, 5, 5, 6, 8, 10, 14)

@@ -107,6 +107,7 @@ def test_the_curve_says_what_is_lost_where(traces: TraceStore, profile: str, tmp
     points = [json.loads(line) for line in RunFolder(tmp_path / "run").curve.read_text().splitlines()]
     last = points[-1]["score"]
     assert last["speedup"] > 1
+    assert abs(last["reward"]) < 0.5
     assert sum(last["exits"].values()) == pytest.approx(1)
     assert sum(last["regret"].values()) < 1
     assert set(last["regret"]) >= {"inspection", "wrong_layer"}
@@ -127,7 +128,7 @@ def test_the_paper_objective_is_scored_in_seconds_too(traces: TraceStore, profil
     assert not policy.decides_pre_scan
     points = [json.loads(line) for line in RunFolder(tmp_path / "run").curve.read_text().splitlines()]
     assert points[-1]["score"]["speedup"] > 0.3
-    assert points[-1]["score"]["reward"] < points[-1]["score"]["speedup"] + 2
+    assert points[-1]["score"]["reward"] < 1  # the paper's, not the speedup
 
 
 def test_the_objective_follows_from_what_is_given() -> None:
