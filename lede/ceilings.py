@@ -125,13 +125,14 @@ def blind_seconds(tables: CostTables) -> Array:
     The context is the one before the round. Column 0 of `drafted` is unused.
     """
     n_contexts = tables.plain.size - tables.max_draft
-    drafting = tables.draft + tables.head + tables.choose  # (candidate, context)
-    summed = np.concatenate((np.zeros((len(drafting), 1)), np.cumsum(drafting, axis=1)), axis=1)
-    found = np.full((2, len(drafting), tables.max_draft + 1, n_contexts), np.inf)
+    read = tables.head + tables.choose
+    again = tables.again + read  # (candidate, context)
+    summed = np.concatenate((np.zeros((len(again), 1)), np.cumsum(again, axis=1)), axis=1)
+    found = np.full((2, len(again), tables.max_draft + 1, n_contexts), np.inf)
     for n in range(1, tables.max_draft + 1):
-        tokens = summed[:, n : n + n_contexts] - summed[:, :n_contexts]
+        tokens = tables.draft[:, :n_contexts] + read + summed[:, n : n + n_contexts] - summed[:, 1 : 1 + n_contexts]
         # one more position goes to the exit layer, unread, so that there is a bonus token
-        bonus = tables.draft[:, n : n + n_contexts]
+        bonus = tables.again[:, n : n + n_contexts]
         found[0, :, n] = tokens + bonus + tables.verify[:, n + 1, :n_contexts]
         found[1, :, n] = tokens + tables.verify[:, n, :n_contexts]
     return found

@@ -123,10 +123,22 @@ class Workbench:
             found.append(Case("embed", 0, 0, 1, context, self._embed(context), before=(pass_on, read, self._choose)))
             for first, last in sorted(spans):
                 found.append(Case("layers", first, last, 1, context, self._layers(first, last, context), cache))
+            for layer in self.candidates:
+                passed = self._layers(0, layer, context)
+                drafted = (self._verify(layer, 1, context), passed, read)
+                found.append(Case("again", 0, layer, 1, context, passed, cache, before=drafted))
             for layer in self.verified_from():
                 for q in range(1, MAX_Q + 1):
-                    found.append(Case("verify", layer, depth, q, context, self._verify(layer, q, context), cache))
+                    verify = self._verify(layer, q, context)
+                    found.append(Case("verify", layer, depth, q, context, verify, cache, self._round(layer, context)))
         return found
+
+    def _round(self, layer: int, context: int) -> tuple[Callable[[], object], ...]:
+        """What came before a verification: another one, and drafts; before a plain pass another plain pass."""
+        if not layer:
+            return (self._layers(0, self.model.n_layers, context),)
+        drafts = self._layers(0, layer, context)
+        return (self._layers(layer, self.model.n_layers, context), drafts, drafts)
 
     def verified_from(self) -> list[int]:
         """Layers that verification is timed from: 0 (a plain pass), the middle and the last candidate."""
@@ -136,6 +148,8 @@ class Workbench:
         """Seconds of one run."""
         for step in case.before:
             step()
+            if case.cache is not None:
+                case.cache.rewind(case.context)
         wait = self._wait
         if wait is not None:
             wait()

@@ -6,13 +6,15 @@ A span of n layers over q tokens behind c tokens of context takes
 
 seconds, where v is c summed over the span's layers, each counting no more than its sliding window shows. A head read
 takes head + [q > 1] head_block + (q - 1) head_token. One token is a matrix times a vector, several are a matrix times a
-matrix, and so there is a step between them.
+matrix, and so there is a step between them. In a draft the same shallow layers run token after token, and are cheaper
+where a processor's caches keep them; `CostModel.again` says by how much.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -23,6 +25,7 @@ from lede.features import FeatureConfig
 Kind = Literal[
     "embed",
     "layers",
+    "again",
     "head",
     "observe",
     "features",
@@ -53,7 +56,8 @@ class Measurement:
     """One operation of the engine, timed several times."""
 
     kind: Kind
-    """The operation; `verify` is layers, head and acceptance in one, and the features come with the observation."""
+    """The operation; `verify` is layers, head and acceptance in one, `again` is layers right after the same layers, and
+    the features come with the observation."""
     first: int
     """Layers that the states went through before."""
     last: int
@@ -122,6 +126,15 @@ class CostModel:
     """Sliding window of each layer in tokens; None for full attention."""
     costs: Costs
     """Fitted seconds."""
+    again: tuple[tuple[int, float], ...] = ()
+    """Layer l and what layers 1..l cost for a token right after the token before, over what they cost after all layers;
+    ascending. A processor whose caches hold them is faster then. None: the same."""
+    blocks: tuple[tuple[int, float], ...] = ()
+    """q and what verifying q tokens takes over the formula, ascending: matrix kernels come in steps. None: the same."""
+
+    def again_seconds(self, last: int, context: int) -> float:
+        """Seconds of layers 1..last for one token that follows another one there, as in a draft."""
+        return self.seconds(0, last, 1, context) * _between(self.again, last)
 
     def seconds(self, first: int, last: int, q: int = 1, context: int = 0, resumed: bool = False) -> float:
         """Seconds of layers first+1..last over q tokens; `resumed` when the block went through layers before.
@@ -138,7 +151,7 @@ class CostModel:
 
     def verify_seconds(self, layer: int, q: int, context: int) -> float:
         """Seconds of q states going from `layer` to the last layer, through the head and into acceptance."""
-        return self._total("verify", layer, self.n_layers, q, context)
+        return self._total("verify", layer, self.n_layers, q, context) * _between(self.blocks, q)
 
     def plain_seconds(self, context: int) -> float:
         """Seconds of a plain pass: one token embedded, through all layers, read and chosen."""
@@ -194,7 +207,7 @@ class CostModel:
             lowest: The lowest candidate.
         """
         read = self.head_seconds() if features is None else self.decision_seconds(features, drafting=layer > lowest)
-        return self.costs.embed + self.seconds(0, layer, 1, context) + read + self.costs.choose
+        return self.costs.embed + self.again_seconds(layer, context) + read + self.costs.choose
 
     def round_seconds(
         self,
@@ -248,13 +261,17 @@ class CostModel:
         total += self.costs.choose if asked else self.blind_seconds(features)
         total += sum(self.draft_seconds(exit_layer, context + i, features, lowest) for i in range(1, n_drafted))
         if ending != "eos":
-            total += self.costs.embed + self.seconds(0, exit_layer, 1, context + n_drafted)
+            total += self.costs.embed + self.again_seconds(exit_layer, context + n_drafted)
             total += self.decision_seconds(features, exit_layer > lowest) if ending == "stop" else 0.0
         return total + self.verify_seconds(exit_layer, n_drafted + (ending != "eos"), context)
 
     def predict(self, measurement: Measurement) -> float:
         """Seconds that the model gives for an operation that was measured."""
         m = measurement
+        if m.kind == "again":
+            return self.again_seconds(m.last, m.context)
+        if m.kind == "verify":
+            return self.verify_seconds(m.first, m.q, m.context)
         return self._total(m.kind, m.first, m.last, m.q, m.context)
 
     def _total(self, kind: Kind, first: int, last: int, q: int, context: int) -> float:
@@ -280,6 +297,8 @@ def fit(measurements: Sequence[Measurement], windows: Sequence[int | None]) -> C
     context are left out, and the model holds near that context.
     """
     names = [field.name for field in fields(Costs)]
+    again = [m for m in measurements if m.kind == "again"]
+    measurements = [m for m in measurements if m.kind != "again"]
     rows = [_terms(m.kind, m.last - m.first, visible(windows, m.first, m.last, m.context), m.q) for m in measurements]
     matrix = np.array(
         [[row.get(name, 0) / m.seconds for name in names] for row, m in zip(rows, measurements, strict=True)]
@@ -294,7 +313,24 @@ def fit(measurements: Sequence[Measurement], windows: Sequence[int | None]) -> C
         del active[int(found.argmin())]
     solution = dict.fromkeys(names, 0.0)
     solution.update({names[i]: float(value / scale[i]) for i, value in zip(active, found, strict=True)})
-    return CostModel(len(windows), tuple(windows), Costs(**solution))
+    formula = CostModel(len(windows), tuple(windows), Costs(**solution))
+    layers = [(m.last, m.seconds / formula.seconds(0, m.last, 1, m.context)) for m in again]
+    blocks = [(m.q, m.seconds / formula.predict(m)) for m in measurements if m.kind == "verify"]
+    return replace(formula, again=_medians(layers), blocks=_medians(blocks))
+
+
+def _medians(pairs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Median of the ratios at each place, ascending."""
+    places = sorted({place for place, _ in pairs})
+    return tuple((place, statistics.median(ratio for at, ratio in pairs if at == place)) for place in places)
+
+
+def _between(table: tuple[tuple[int, float], ...], place: int) -> float:
+    """The ratio at a place, linear between those in the table; 1 where there is none."""
+    if not table:
+        return 1.0
+    places, ratios = zip(*table, strict=True)
+    return float(np.interp(place, places, ratios))
 
 
 def residuals(model: CostModel, measurements: Sequence[Measurement]) -> dict[str, float]:

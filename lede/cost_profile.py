@@ -116,7 +116,12 @@ class CostProfile:
         try:
             values = {field.name: content[field.name] for field in fields(cls)}
             costs = values["costs"]
-            values["costs"] = CostModel(costs["n_layers"], tuple(costs["windows"]), Costs(**costs["costs"]))
+            values["costs"] = CostModel(
+                costs["n_layers"],
+                tuple(costs["windows"]),
+                Costs(**costs["costs"]),
+                *(tuple((int(at), float(ratio)) for at, ratio in costs[name]) for name in ("again", "blocks")),
+            )
             values["measurements"] = tuple(Measurement(**m) for m in values["measurements"])
             values["candidates"], values["contexts"] = tuple(values["candidates"]), tuple(values["contexts"])
             return cls(**values)

@@ -22,7 +22,8 @@ class CostTables:
     Attributes:
         plain: A plain pass, `(context,)`.
         scan: Layers from the candidate before to candidate k, the first with its embedding, `(candidate, context)`.
-        draft: Embedding and layers up to candidate k for a drafted position, `(candidate, context)`.
+        draft: Embedding and layers up to candidate k for the first position of a round, `(candidate, context)`.
+        again: The same for a position that follows another one there, `(candidate, context)`.
         verify: q states from candidate k to the verdict, `(candidate, q, context)`; q from 1, column 0 is unused.
 
     Args:
@@ -52,6 +53,9 @@ class CostTables:
         self.plain = along(costs.plain_seconds)
         self.scan = np.stack([along(partial(span, a, b)) for a, b in zip(before, self.candidates, strict=False)])
         self.draft = np.stack([along(partial(span, 0, layer)) for layer in self.candidates])
+        self.again = np.stack(
+            [along(partial(costs.again_seconds, layer)) + costs.costs.embed for layer in self.candidates]
+        )
         self.verify = np.zeros((len(self.candidates), max_draft + 2, contexts.size))
         for k, layer in enumerate(self.candidates):
             for q in range(1, max_draft + 2):

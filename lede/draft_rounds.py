@@ -231,7 +231,7 @@ class DraftRounds:
         if not lanes.size:
             return
         drafted = self.n_drafted[lanes]
-        self._step_seconds[lanes] += self.costs.draft[self.candidate[lanes], self._context(lanes) + drafted]
+        self._step_seconds[lanes] += self.costs.again[self.candidate[lanes], self._context(lanes) + drafted]
         full = drafted == self._cap(lanes)
         self._step_seconds[lanes[~full]] += self._ask_draft[self.candidate[lanes[~full]]]
         if full.any():

@@ -26,7 +26,7 @@ class GreedyScore:
     """What the greedy policy does per token."""
 
     reward: float
-    """Mean reward of a token; with sampling the expected one; for wall-clock 1 - price of a second / tokens a second."""
+    """Mean reward of a token, expected where sampled; for wall-clock 1 - price of a second / tokens a second."""
     acceptance: float | None
     """Share of exits whose token the target confirms; None when it never exits."""
     exit_layer: float | None

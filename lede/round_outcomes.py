@@ -196,7 +196,7 @@ class RoundOutcomes:
         tables, context = self._tables, self._context[:, None]
         k = np.arange(len(self.layers))[None, :]
         ask = tables.decision(self.features)
-        summed = np.concatenate((np.zeros((len(self.layers), 1)), np.cumsum(tables.draft, axis=1)), axis=1)
+        summed = np.concatenate((np.zeros((len(self.layers), 1)), np.cumsum(tables.again, axis=1)), axis=1)
         positions = length - ends  # beyond the first
         seconds = summed[k, context + 1 + positions] - summed[k, context + 1]
         seconds += (length - ends - capped) * ask + (length - 1) * tables.choose

@@ -69,9 +69,10 @@ def write(trainer: Trainer, prompts: Tensor, new_tokens: int) -> Tensor:
     """Greedy continuations in bfloat16, without an end; prompts: (text, token); returns prompts and text."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         trainer.model.generation_config.eos_token_id = None
-        return trainer.model.generate(
+        texts: Tensor = trainer.model.generate(
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new_tokens, do_sample=False
         )
+        return texts
 
 
 def own_gradients(trainer: Trainer, config: LoopConfig, texts: Tensor) -> dict[str, float]:
