@@ -121,7 +121,7 @@ def test_values_are_typed_by_the_settings() -> None:
         (["seed=1,2"], "seed can't be swept: --seeds says"),
         (["holdout=0.1,0.2"], "holdout can't be swept: scores on other prompts"),
         (["n-steps=1,x"], "'n-steps' must be a whole number, got 'x'"),
-        (["algo=dqn,sac"], "'algo' must be dqn or double-dqn or cql, got 'sac'"),
+        (["algo=dqn,sac"], "'algo' must be dqn or double-dqn or cql or thresholds, got 'sac'"),
         (["hidden=64x64,64x"], "joined by x and words by"),
         (["n-steps="], "'n-steps' must be a whole number"),
         (["n-steps=1", "n_steps=3"], "n_steps is swept twice"),
