@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ def plot_speed(rows: Sequence[BenchmarkRow], path: Path) -> None:
     """Speed over plain decoding on the same engine, a bar a contender."""
     figure, axes = _figure("Speed over plain decoding", "", "times plain (median over prompts)")
     bars = axes.bar(
-        [row.name for row in rows],
+        [textwrap.fill(row.name, 15) for row in rows],  # long names side by side run into one another
         [row.speedup or 0.0 for row in rows],
         color=[BLUE if row.acceptance_rate is not None else GREY for row in rows],
         width=0.6,
