@@ -133,11 +133,12 @@ def main(config: SimulationCheck) -> list[CheckedPolicy]:
 
 def misordered(found: list[CheckedPolicy]) -> list[str]:
     """Pairs whose measured intervals do not overlap and whom the simulator orders the other way."""
+    known = [(each.name, each.measured, each.simulated) for each in found if each.simulated is not None]
+    ranked = sorted(known, key=lambda each: each[1].value)
     return [
-        f"{a.name} / {b.name}"
-        for a, b in itertools.combinations([each for each in found if each.simulated is not None], 2)
-        if (a.measured.upper < b.measured.lower and a.simulated >= b.simulated)  # type: ignore[operator]
-        or (b.measured.upper < a.measured.lower and b.simulated >= a.simulated)  # type: ignore[operator]
+        f"{slow} / {fast}"
+        for (slow, below, a), (fast, above, b) in itertools.combinations(ranked, 2)
+        if below.upper < above.lower and a >= b
     ]
 
 

@@ -17,8 +17,8 @@ from lede.quiet_d3rlpy import import_d3rlpy
 
 import_d3rlpy()  # before its names are imported: without this it prints, and changes torch's settings
 
-from d3rlpy.constants import ActionSpace  # noqa: E402
-from d3rlpy.dataset import (  # noqa: E402
+from d3rlpy.constants import ActionSpace  # noqa: E402  # only after import_d3rlpy
+from d3rlpy.dataset import (  # noqa: E402  # only after import_d3rlpy
     Episode,
     EpisodeBase,
     InfiniteBuffer,

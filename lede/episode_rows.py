@@ -12,7 +12,7 @@ from lede.transitions import Transitions
 
 import_d3rlpy()  # before its names are imported: without this it prints, and changes torch's settings
 
-from d3rlpy.dataset import Episode  # noqa: E402
+from d3rlpy.dataset import Episode  # noqa: E402  # only after import_d3rlpy
 
 
 class EpisodeRows(Episode):  # type: ignore[misc]  # d3rlpy's own types are not read

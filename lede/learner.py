@@ -15,12 +15,12 @@ from lede.transitions import NStepBatch
 
 import_d3rlpy()  # before its names are imported: without this it prints, and changes torch's settings
 
-from d3rlpy.algos import DiscreteCQLConfig, DoubleDQNConfig, DQNConfig  # noqa: E402
-from d3rlpy.dataset import TransitionMiniBatch  # noqa: E402
-from d3rlpy.models.encoders import VectorEncoderFactory  # noqa: E402
-from d3rlpy.models.q_functions import MeanQFunctionFactory  # noqa: E402
-from d3rlpy.models.torch import DiscreteMeanQFunction, DiscreteMeanQFunctionForwarder  # noqa: E402
-from d3rlpy.preprocessing import StandardObservationScaler  # noqa: E402
+from d3rlpy.algos import DiscreteCQLConfig, DoubleDQNConfig, DQNConfig  # noqa: E402  # only after import_d3rlpy
+from d3rlpy.dataset import TransitionMiniBatch  # noqa: E402  # only after import_d3rlpy
+from d3rlpy.models.encoders import VectorEncoderFactory  # noqa: E402  # only after import_d3rlpy
+from d3rlpy.models.q_functions import MeanQFunctionFactory  # noqa: E402  # only after import_d3rlpy
+from d3rlpy.models.torch import DiscreteMeanQFunction, DiscreteMeanQFunctionForwarder  # noqa: E402  # only after import_d3rlpy
+from d3rlpy.preprocessing import StandardObservationScaler  # noqa: E402  # only after import_d3rlpy
 
 if TYPE_CHECKING:
     from lede.training import TrainConfig

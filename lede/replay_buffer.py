@@ -15,8 +15,8 @@ from lede.transitions import NStepBatch, Transitions
 
 import_d3rlpy()  # before its names are imported: without this it prints, and changes torch's settings
 
-from d3rlpy.constants import ActionSpace  # noqa: E402
-from d3rlpy.dataset import (  # noqa: E402
+from d3rlpy.constants import ActionSpace  # noqa: E402  # only after import_d3rlpy
+from d3rlpy.dataset import (  # noqa: E402  # only after import_d3rlpy
     DatasetInfo,
     EpisodeBase,
     ReplayBufferBase,
@@ -25,9 +25,9 @@ from d3rlpy.dataset import (  # noqa: E402
     TransitionMiniBatch,
     dump,
 )
-from d3rlpy.preprocessing import StandardObservationScaler  # noqa: E402
+from d3rlpy.preprocessing import StandardObservationScaler  # noqa: E402  # only after import_d3rlpy
 
-from lede.episode_rows import EpisodeRows, Episodes  # noqa: E402
+from lede.episode_rows import EpisodeRows, Episodes  # noqa: E402  # only after import_d3rlpy
 
 if TYPE_CHECKING:
     from lede.transitions import Greedy

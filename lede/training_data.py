@@ -82,9 +82,9 @@ class TrainingData:
     def score(self, policy: LearnedPolicy) -> GreedyScore:
         """The policy on the validation text; in seconds too if there is a cost profile."""
         if self.validation_kind == "traces":
-            score = score_on_traces(self.validation, self.settings, policy.greedy)  # type: ignore[arg-type]
+            score = score_on_traces(self.validation, self.settings, policy.greedy)  # type: ignore[arg-type]  # by its kind
         else:
-            score = score_on_rollouts(self.validation, policy.greedy)  # type: ignore[arg-type]
+            score = score_on_rollouts(self.validation, policy.greedy)  # type: ignore[arg-type]  # by its kind
         if self.scorer is None:
             return score
         seconds = self.scorer(policy)

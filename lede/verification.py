@@ -71,7 +71,7 @@ class Warp:
         if self.top_p is not None and self.top_p < 1:
             warpers.append(TopPLogitsWarper(top_p=float(self.top_p)))
         no_prefix = torch.empty((flat.shape[0], 0), dtype=torch.long, device=flat.device)
-        return torch.softmax(warpers(no_prefix, flat), dim=-1).reshape(logits.shape)  # type: ignore[arg-type]
+        return torch.softmax(warpers(no_prefix, flat), dim=-1).reshape(logits.shape)  # type: ignore[arg-type]  # typed for long ids
 
 
 class RandomSource(Protocol):
@@ -173,4 +173,4 @@ class Chooser:
         if self.processors is None:
             return scores
         ids = torch.tensor([list(prefix)], dtype=torch.long, device=scores.device)
-        return self.processors(ids, scores[None].clone())[0]  # type: ignore[arg-type]
+        return self.processors(ids, scores[None].clone())[0]  # type: ignore[arg-type]  # as above

@@ -79,7 +79,7 @@ def _read(value: Any, hint: Any, from_text: bool) -> Any:
             raise _WrongTypeError
         return tuple(_read(part, options[0], from_text) for part in parts)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return _build(hint, value, from_text)  # type: ignore[arg-type]
+        return _build(hint, value, from_text)  # type: ignore[arg-type]  # a dataclass by now
     if from_text and hint is bool and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if from_text and hint in (int, float):

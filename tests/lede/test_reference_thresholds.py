@@ -142,9 +142,12 @@ def test_the_reference_is_searched_and_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("thresholds", "survival", "blind"), [((0.4,), 0.2, None), ((0.6, 0.3, 0.1), 0.1, None), ((0.5,), 0.3, 3)]
 )
-def test_text_is_the_plain_models(thresholds: tuple[float, ...], survival: float, blind: int | None) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_text_is_the_plain_models(
+    family: str, thresholds: tuple[float, ...], survival: float, blind: int | None
+) -> None:
     _, policy = a_policy(a_table(), thresholds=thresholds, survival=survival, blind=blind)
-    model = tiny_model("llama")
+    model = tiny_model(family)
     for seed, length in ((0, 5), (1, 17)):
         ids = prompt(seed, length)
         found = generate(model, input_ids=ids, policy=policy, max_new_tokens=48)
