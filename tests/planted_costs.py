@@ -20,6 +20,11 @@ PLANTED = Costs(
     policy=2e-5, choose=1e-5, accept=2e-5, accept_token=4e-6,
 )  # fmt: skip
 
+AGAIN = ((1, 0.5), (2, 0.7), (5, 0.9))
+"""Shallow layers that run again are cheaper."""
+BLOCKS = ((1, 1.0), (2, 1.5), (3, 1.3), (8, 1.1))
+"""Verified blocks come in steps."""
+
 
 class Clock:
     """Stands still but for what operations are said to cost."""

@@ -13,10 +13,10 @@ from lede.policies import RandomPolicy, StaticPolicy, ThresholdPolicy
 from lede.simulation import simulate
 from lede.trace_table import TraceTable
 from tests.matched_texts import VOCAB_SIZE, matched_text, random_texts
-from tests.planted_costs import PLANTED
+from tests.planted_costs import AGAIN, BLOCKS, PLANTED
 from tests.tiny_models import N_LAYERS
 
-COSTS = CostModel(N_LAYERS, (None, 5) * (N_LAYERS // 2), PLANTED)
+COSTS = CostModel(N_LAYERS, (None, 5) * (N_LAYERS // 2), PLANTED, AGAIN, BLOCKS)
 
 
 def table_of(texts: list[PromptTrace], max_new_tokens: int) -> TraceTable:

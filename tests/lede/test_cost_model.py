@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from lede.cost_model import Measurement, fit, residuals, visible
-from tests.planted_costs import planted_model
+from lede.cost_model import CostModel, Kind, Measurement, fit, residuals, visible
+from tests.planted_costs import AGAIN, BLOCKS, PLANTED, planted_model
 from tests.tiny_models import WINDOW
 
 
@@ -64,3 +64,30 @@ def test_one_context_predicts_the_same_behind_any() -> None:
     assert found.costs.layer_context == 0
     assert found.seconds(0, 3, 1, 64) == pytest.approx(3.1e-3)
     assert found.seconds(0, 3, 1, 640) == found.seconds(0, 3, 1, 64)
+
+
+def test_what_is_cheaper_again_and_steps_of_blocks_are_fitted() -> None:
+    truth = CostModel(4, (None,) * 4, PLANTED, AGAIN, BLOCKS)
+
+    def timed(kind: Kind, first: int, last: int, q: int, context: int, seconds: float) -> Measurement:
+        return Measurement(kind, first, last, q, context, seconds, seconds, seconds)
+
+    found = []
+    for context in (8, 64):
+        spans = [(0, 1), (0, 2), (1, 3), (0, 4)]
+        found += [timed("layers", a, b, 1, context, truth.seconds(a, b, 1, context)) for a, b in spans]
+        found += [timed("again", 0, b, 1, context, truth.again_seconds(b, context)) for b in (1, 2, 3)]
+        found += [
+            timed("verify", a, 4, q, context, truth.verify_seconds(a, q, context)) for a in (0, 2) for q in range(1, 9)
+        ]
+    found += [timed("head", 0, 0, q, 0, truth.head_seconds(q)) for q in range(1, 9)]
+    model = fit(found, (None,) * 4)
+    assert [layer for layer, _ in model.again] == [1, 2, 3]
+    for m in found:
+        if m.kind == "again":
+            assert model.predict(m) == pytest.approx(m.seconds, rel=0.02)
+    # the formula alone can't follow the steps: the ratios by q bring the prediction to within a few percent
+    assert max(abs(model.predict(m) / m.seconds - 1) for m in found if m.kind == "verify") < 0.05
+    straight = replace(model, blocks=())
+    assert max(abs(straight.predict(m) / m.seconds - 1) for m in found if m.kind == "verify") > 0.1
+    assert truth.again_seconds(3, 8) < truth.seconds(0, 3, 1, 8)

@@ -25,10 +25,10 @@ from lede.round_outcomes import RoundOutcomes
 from lede.simulation import simulate
 from lede.trace_table import TraceTable
 from tests.matched_texts import VOCAB_SIZE, random_texts
-from tests.planted_costs import PLANTED
+from tests.planted_costs import AGAIN, BLOCKS, PLANTED
 from tests.tiny_models import N_LAYERS, plain_generate, prompt, tiny_model
 
-COSTS = CostModel(N_LAYERS, (None, 5) * (N_LAYERS // 2), PLANTED)
+COSTS = CostModel(N_LAYERS, (None, 5) * (N_LAYERS // 2), PLANTED, AGAIN, BLOCKS)
 CANDIDATES = (1, 3, 4)
 BUDGET, CAP = 24, 5
 

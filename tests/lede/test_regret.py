@@ -15,10 +15,10 @@ from lede.round_log import RoundLog
 from lede.simulation import Simulation, play
 from lede.trace_table import TraceTable
 from tests.matched_texts import VOCAB_SIZE, matched_text, random_texts
-from tests.planted_costs import PLANTED
+from tests.planted_costs import AGAIN, BLOCKS, PLANTED
 from tests.tiny_models import N_LAYERS
 
-COSTS = CostModel(N_LAYERS, (None,) * N_LAYERS, PLANTED)
+COSTS = CostModel(N_LAYERS, (None,) * N_LAYERS, PLANTED, AGAIN, BLOCKS)
 FEATURES = FeatureConfig(("entropy", "depth", "in_scan"))
 PROMPT = 3
 

@@ -22,7 +22,7 @@ from lede.simulation import simulate
 from lede.statistics import Meter
 from lede.trace_table import TraceTable
 from lede.verification import Chooser, TorchSource, Warp
-from tests.planted_costs import PLANTED
+from tests.planted_costs import AGAIN, BLOCKS, PLANTED
 from tests.tiny_models import N_LAYERS, tiny_model
 
 CANDIDATES = (1, 2, 4)
@@ -102,7 +102,7 @@ def test_seconds_are_those_of_the_cost_model(traces: dict[str, list[PromptTrace]
     policy = POLICIES[name]
     model = tiny_model("gemma3_text")
     table = TraceTable.from_traces(traces["gemma3_text"], BUDGET, model.vocab_size)
-    costs = CostModel(N_LAYERS, tuple(model.windows), PLANTED)
+    costs = CostModel(N_LAYERS, tuple(model.windows), PLANTED, AGAIN, BLOCKS)
     found = simulate(policy, table, costs)
     log = found.log
     features = None if policy is None else policy.features
