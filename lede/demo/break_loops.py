@@ -7,6 +7,7 @@ unlikelihood, arXiv 1908.04319), while a random exit is distilled towards the la
 read on. Writes the same files as the first part, to a folder of its own.
 """
 
+import copy
 import json
 import random
 import time
@@ -32,20 +33,24 @@ class LoopConfig:
     """Folder written by lede.demo.corpus."""
     out: Path = Path("demo-loops")
     """Folder of logs, checkpoint and model."""
-    steps: int = 120
+    steps: int = 300
     """Steps, each on real text and on the model's own."""
-    rate: float = 0.2
-    """Learning rate over that of the first part; it falls to a tenth of this over the last third."""
-    texts: int = 32
-    """Texts that a step writes."""
+    rate: float = 0.1
+    """Learning rate over that of the first part; it falls to a fiftieth of this over the last half."""
+    texts: int = 24
+    """Own texts that a step learns from."""
+    write_every: int = 4
+    """Steps between two writings, each of the texts of so many steps: long batches are written faster."""
     prompt_tokens: int = 64
     """Real tokens before each."""
     new_tokens: int = 128
     """Tokens written."""
-    weight: float = 0.5
+    weight: float = 2.0
     """Weight of the unlikelihood beside the loss on real text."""
     length: int = 512
     """Length of real text."""
+    files: int = 20_000_000
+    """Tokens of the corpus in which heads of files are looked for; every other own text continues one."""
     seed: int = 1
     """Seed of prompts and exits."""
     threads: int = 2
@@ -67,12 +72,12 @@ def repeats(outputs: Tensor, n: int = 4) -> Tensor:
 @torch.no_grad()
 def write(trainer: Trainer, prompts: Tensor, new_tokens: int) -> Tensor:
     """Greedy continuations in bfloat16, without an end; prompts: (text, token); returns prompts and text."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        trainer.model.generation_config.eos_token_id = None
-        texts: Tensor = trainer.model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new_tokens, do_sample=False
-        )
-        return texts
+    model = copy.deepcopy(trainer.model).bfloat16()
+    model.generation_config.eos_token_id = None
+    texts: Tensor = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new_tokens, do_sample=False
+    )
+    return texts
 
 
 def own_gradients(trainer: Trainer, config: LoopConfig, texts: Tensor) -> dict[str, float]:
@@ -109,8 +114,10 @@ def break_loops(config: LoopConfig) -> None:
     draw = np.random.default_rng(config.seed)
     tokens, validation = (np.load(config.corpus / f"{s}.npy", mmap_mode="r") for s in ("train", "validation"))
 
-    def prompts(source: np.ndarray, rng: np.random.Generator) -> Tensor:
-        starts = rng.integers(0, len(source) - config.prompt_tokens, config.texts)
+    def prompts(source: np.ndarray, rng: np.random.Generator, count: int) -> Tensor:
+        starts = rng.integers(0, len(source) - config.prompt_tokens, count)
+        heads = np.flatnonzero(source[: config.files] == 0)
+        starts[::2] = rng.choice(heads[heads < len(source) - config.prompt_tokens], len(starts[::2]))
         return torch.from_numpy(np.stack([source[s : s + config.prompt_tokens] for s in starts]).astype(np.int64))
 
     schedule = trainer.decay_start, trainer.decay_tokens
@@ -118,11 +125,13 @@ def break_loops(config: LoopConfig) -> None:
     trainer.average.load_state_dict(trainer.model.state_dict())
     for step in range(config.steps):
         begun = time.monotonic()
-        factor = config.rate * min(1.0, (step + 1) / 5) * max(0.1, min(1.0, 3 * (1 - step / config.steps)))
+        factor = config.rate * min(1.0, (step + 1) / 5) * max(0.02, min(1.0, 2 * (1 - step / config.steps)))
         # the first part's own step has the rate of its schedule, so set that schedule to this factor
         trainer.decay_start, trainer.decay_tokens = trainer.tokens - round(1e9 * (1 - factor)), 10**9
-        texts = write(trainer, prompts(tokens, draw), config.new_tokens)
-        own = own_gradients(trainer, config, texts)
+        if step % config.write_every == 0:
+            starts = prompts(tokens, draw, config.texts * config.write_every)
+            written = write(trainer, starts, config.new_tokens).split(config.texts)
+        own = own_gradients(trainer, config, written[step % config.write_every])
         # adds its gradients to those: one update for both, since the optimiser makes every update equally large
         figures = trainer.step(*next(real)) | own
         trainer.elapsed += time.monotonic() - begun
@@ -134,7 +143,7 @@ def break_loops(config: LoopConfig) -> None:
             )
             print(f"step {step + 1} {shown} {time.monotonic() - begun:.1f} s", flush=True)
         if step % 20 == 19 or step + 1 == config.steps:
-            held = write(trainer, prompts(validation, np.random.default_rng(0)), config.new_tokens)
+            held = write(trainer, prompts(validation, np.random.default_rng(0), 64), config.new_tokens)
             share = repeats(held[:, config.prompt_tokens :]).float().mean().item()
             writer.add_scalar("validation/repetition", share, step)
             print(f"validation: repetition {share:.3f}", flush=True)

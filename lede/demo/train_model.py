@@ -306,7 +306,10 @@ class Trainer:
         copy.deepcopy(self.average if averaged else self.model).bfloat16().save_pretrained(fresh)
         for file in (self.config.corpus / "tokenizer").iterdir():
             shutil.copy(file, fresh)
-        (fresh / "training.json").write_text(json.dumps(self.progress() | {"averaged": averaged}, indent=1) + "\n")
+        about = self.progress() | {"averaged": averaged}
+        for folder_of_this_run in ("out", "corpus", "resume"):
+            about["config"].pop(folder_of_this_run)
+        (fresh / "training.json").write_text(json.dumps(about, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
 
