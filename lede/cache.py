@@ -8,7 +8,8 @@ rejected draft wrote can be seen again, since a query only ever looks at slots u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -57,11 +58,50 @@ class KVCache:
         """
         self._slots, self._rows, self._extent = slots, rows, extent
 
-    def rewind(self, length: int) -> None:
-        """Forget every slot from `length` on, in every layer."""
+    def rewind(self, length: int, first_layer: int = 0) -> None:
+        """Forget every slot from `length` on, in the layers after the first `first_layer`."""
         if length < 0:
             raise ValueError(f"cannot rewind to {length} tokens")
-        self.lengths = [min(n, length) for n in self.lengths]
+        self.lengths = [n if i < first_layer else min(n, length) for i, n in enumerate(self.lengths)]
+
+    def clone(self, capacity: int) -> KVCache:
+        """A cache of another capacity with the same content; only slots in use are copied.
+
+        Raises:
+            ValueError: The content doesn't fit, or its rows are not aligned.
+        """
+        used = max(self.lengths, default=0)
+        if capacity < used:
+            raise ValueError(f"the cache holds {used} tokens, a clone of capacity {capacity} can't")
+        if self._slots is not None:
+            raise ValueError("a cache whose rows sit at positions of their own can't be cloned")
+        other = KVCache(self.n_layers, capacity, self.batch_size, self.windows)
+        other.lengths = list(self.lengths)
+        for mine, others in ((self.keys, other.keys), (self.values, other.values)):
+            for i, (buffer, length) in enumerate(zip(mine, self.lengths, strict=True)):
+                if buffer is not None:
+                    copy = buffer.new_zeros((*buffer.shape[:2], capacity, buffer.shape[3]))
+                    copy[:, :, :length] = buffer[:, :, :length]
+                    others[i] = copy
+        return other
+
+    @contextmanager
+    def borrowed(self, first: int) -> Iterator[None]:
+        """Rewound to `first` tokens inside the context, for passes that leave no trace: afterwards all is as before."""
+        lengths = self.lengths
+        saved = [
+            [None if b is None else b[:, :, first:n].clone() for b, n in zip(buffers, lengths, strict=True)]
+            for buffers in (self.keys, self.values)
+        ]
+        self.rewind(first)
+        try:
+            yield
+        finally:
+            for buffers, contents in zip((self.keys, self.values), saved, strict=True):
+                for buffer, content, n in zip(buffers, contents, lengths, strict=True):
+                    if buffer is not None and content is not None:
+                        buffer[:, :, first:n] = content
+            self.lengths = lengths
 
     def first_slot(self, layer: int, start: int) -> int:
         """First slot that a query at position `start` may look at in this layer."""

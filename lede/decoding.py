@@ -1,22 +1,70 @@
 """The decoding loop: prefill, then rounds of draft and verification until the text ends.
 
-Prefix plans only: each layer sees each position once a round. Layers 1..exit_layer extend their cache while drafting,
-the others while verifying, and the rewind makes all of them forget what was rejected.
+Prefix plans: each layer sees each position once a round. Layers 1..exit_layer extend their cache while drafting, the
+others while verifying, and the rewind makes all of them forget what was rejected. Plans with gaps: the layers before
+the first gap likewise; what the others stored while drafting is forgotten before verification, which runs them in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from lede.cache import KVCache
 from lede.drafting import Draft, Drafter
 from lede.features import ConfidenceTrace, surprisal
 from lede.history import History
-from lede.models import EarlyExitModel
-from lede.policies.base import Policy
+from lede.models import Block, EarlyExitModel
+from lede.policies.base import Policy, RoundReport
 from lede.statistics import Meter, Round
+from lede.text_probe import TextProbe
 from lede.verification import Chooser
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt that went through all layers, to be decoded any number of times."""
+
+    model: EarlyExitModel
+    """The model that it went through."""
+    ids: tuple[int, ...]
+    """The prompt."""
+    cache: KVCache
+    """Its keys and values; decoding works on a clone."""
+    logits: torch.Tensor
+    """Raw logits at its last token, `(vocabulary,)`."""
+
+    def check(self, model: EarlyExitModel, prompt: Sequence[int]) -> None:
+        """Raise ValueError unless the prefill is of this prompt by this model."""
+        if model is not self.model:
+            raise ValueError(f"the prefill was made by {self.model}, not by this {model}; make one on it")
+        if tuple(prompt) != self.ids:
+            raise ValueError(
+                f"the prefill is of another prompt ({len(self.ids)} tokens) than the one to decode ({len(prompt)} "
+                "tokens); make one of this prompt"
+            )
+
+
+@torch.inference_mode()
+def prefill(model: EarlyExitModel, ids: Sequence[int], capacity: int | None = None) -> Prefill:
+    """Run a prompt through all layers.
+
+    Args:
+        model: The model.
+        ids: The prompt.
+        capacity: Tokens that the cache gets room for; as many as the prompt has when not given.
+    """
+    cache = model.new_cache(capacity or len(ids))
+    block = model.block(cache, 0, len(ids))
+    hidden = model.embed(torch.tensor([list(ids)], device=model.device), block)
+    logits = model.head(model.run_layers(hidden, 0, model.n_layers, block)[:, -1:])[0, -1]
+    return Prefill(model, tuple(ids), cache, logits)
+
+
+RunLayers = Callable[[torch.Tensor, int, int, Block], torch.Tensor]
+"""The model's `run_layers`, or one that watches it."""
 
 
 class Decoder:
@@ -45,41 +93,68 @@ class Decoder:
         self.chooser = chooser
         self.eos = eos
         self.meter = meter or Meter()
+        self.meter.n_layers = model.n_layers
         self.history = History()
 
+    def prefill(self, prompt: Sequence[int]) -> Prefill:
+        """Run a prompt through all layers, for `decode`."""
+        return prefill(self.model, prompt)
+
     @torch.inference_mode()
-    def decode(self, prompt: Sequence[int], max_new_tokens: int) -> Iterator[tuple[int, ...]]:
+    def decode(
+        self, prompt: Sequence[int], max_new_tokens: int, prefilled: Prefill | None = None
+    ) -> Iterator[tuple[int, ...]]:
         """Yield the tokens of the prefill and then of every round, `max_new_tokens` at most in all.
 
         The sequence ends with an id of `eos`, or at the budget.
+
+        Args:
+            prompt: Token ids.
+            max_new_tokens: Budget.
+            prefilled: Of this prompt by this model, which then is not run again.
+
+        Raises:
+            ValueError: The prefill is of another prompt or model.
         """
         ids = list(prompt)
         budget = len(ids) + max_new_tokens
-        self.cache = self.model.new_cache(budget)
         self.meter.enter("prefill")
-        block = self.model.block(self.cache, 0, len(ids))
-        hidden = self.model.embed(torch.tensor([ids], device=self.model.device), block)
-        logits = self.model.head(self.model.run_layers(hidden, 0, self.model.n_layers, block)[:, -1:])[0, -1]
+        if prefilled is None:
+            start = prefill(self.model, ids, budget)
+            self.cache, logits = start.cache, start.logits
+        else:
+            prefilled.check(self.model, ids)
+            self.cache, logits = prefilled.cache.clone(budget), prefilled.logits
         first, _ = self.chooser.choose(logits, ids)
         drafter = None
         if self.policy is not None:
             anchored = self.policy.uses_trace
             self.history = History(ConfidenceTrace(surprisal(logits), self.policy.trace_window) if anchored else None)
             drafter = self.drafter_class(self.model, self.policy, self.chooser, self.eos, self.meter, self.history)
+            self.policy.begin(len(ids))
+        probe = TextProbe(self.model, self.cache, ids, len(ids), self.chooser.warp.greedy, self.meter)
         ids.append(first)
         self.meter.enter("other")
         yield (first,)
         while len(ids) < budget and ids[-1] not in self.eos:
-            done = self._round(ids, budget - len(ids), drafter)
+            done, draft = self._round(ids, budget - len(ids), drafter)
             self.meter.rounds.append(done)
             ids.extend(done.tokens)
             self.cache.rewind(len(ids) - 1)
+            if drafter is not None and drafter.reports:
+                self._report(done, draft, drafter)
             self.meter.enter("other")
             yield done.tokens
+            if drafter is not None and drafter.policy.searches and len(ids) < budget and ids[-1] not in self.eos:
+                self.meter.enter("search")
+                drafter.policy.between_rounds(probe)
+                self.meter.enter("other")
 
-    def _round(self, ids: list[int], remaining: int, drafter: Drafter | None) -> Round:
+    def _round(self, ids: list[int], remaining: int, drafter: Drafter | None) -> tuple[Round, Draft]:
         """One round after `ids`; commits at most `remaining` tokens."""
         cap = 0 if drafter is None else min(drafter.policy.config.max_draft, remaining - 1)
+        if drafter is not None and drafter.shadow is not None:
+            drafter.shadow.start()
         if drafter is not None and cap > 0:
             self.meter.enter("policy")
             choice = drafter.choose_plan(remaining, len(ids))
@@ -90,13 +165,16 @@ class Decoder:
             block = self.model.block(self.cache, len(ids) - 1, 1)
             draft = Draft(0, [self.model.embed(torch.tensor([[ids[-1]]], device=self.model.device), block)])
         self.meter.enter("verify")
-        return self._verify(ids, draft)
+        run_layers = self.model.run_layers if drafter is None else drafter.run_layers
+        return self._verify(ids, draft, run_layers), draft
 
-    def _verify(self, ids: list[int], draft: Draft) -> Round:
+    def _verify(self, ids: list[int], draft: Draft, run_layers: RunLayers) -> Round:
         """Run the remaining layers over the draft's states and accept; also a plain pass, where nothing was drafted."""
+        if draft.gaps is not None:
+            self.cache.rewind(len(ids) - 1, draft.exit_layer)
         hidden = draft.states[0] if len(draft.states) == 1 else torch.cat(draft.states, dim=1)
         block = self.model.block(self.cache, len(ids) - 1, hidden.shape[1])
-        logits = self.model.head(self.model.run_layers(hidden, draft.exit_layer, self.model.n_layers, block))[0]
+        logits = self.model.head(run_layers(hidden, draft.exit_layer, self.model.n_layers, block))[0]
         accepted, following = self.chooser.verify(logits, draft.tokens, draft.distributions, ids)
         tokens = [*draft.tokens[:accepted], *([] if following is None else [following])]
         drafted, trace = len(draft.tokens), self.history.trace
@@ -106,4 +184,19 @@ class Decoder:
             elif following is not None:
                 trace.push(surprisal(logits[accepted]))
         self.history.verified(drafted, accepted)
+        if draft.gaps is not None:
+            return Round(tuple(tokens), drafted, accepted, None, draft.gaps.n_skipped)
         return Round(tuple(tokens), drafted, accepted, draft.exit_layer if drafted else None)
+
+    def _report(self, done: Round, draft: Draft, drafter: Drafter) -> None:
+        """Tell the policy what a round came to."""
+        shadow = None
+        if drafter.shadow is not None:
+            self.meter.enter("search")
+            shadow = drafter.shadow.read(done.tokens)
+            self.meter.head_reads += shadow.tokens.size
+        self.meter.enter("policy")
+        probabilities = tuple(draft.probabilities)
+        drafter.policy.verified(
+            RoundReport(draft.plan, done.drafted, done.accepted, len(done.tokens), probabilities, shadow)
+        )

@@ -115,14 +115,14 @@ def _streamer(model: EarlyExitModel) -> Any:
     return TextStreamer(model.tokenizer, skip_special_tokens=True)
 
 
-def pooled(outputs: Sequence[GenerateOutput]) -> DecodingStats:
+def pooled(outputs: Sequence[GenerateOutput], n_layers: int) -> DecodingStats:
     """Statistics over all sequences: counts and seconds are summed, rates are taken of the sums."""
     from lede.statistics import Seconds, summarize
 
     spent = [asdict(out.stats.seconds) for out in outputs]
     seconds = Seconds(**{section: sum(s[section] for s in spent) for section in spent[0]})
     rounds = [r for out in outputs for r in out.rounds]
-    return summarize(rounds, seconds, sum(out.stats.head_reads for out in outputs), len(outputs))
+    return summarize(rounds, seconds, sum(out.stats.head_reads for out in outputs), len(outputs), n_layers)
 
 
 def _report(
@@ -147,7 +147,7 @@ def _report(
         "model": model.name,
         "policy": "plain" if policy is None else policy.kind,
         "n_prompts": len(outputs),
-        **pooled(outputs).to_dict(),
+        **pooled(outputs, model.n_layers).to_dict(),
         "config": settings,
     }
     return {"results": results, "summary": summary}
@@ -162,6 +162,6 @@ def _print_summary(summary: dict[str, Any]) -> None:
         f"[{summary['policy']}] {summary['tokens']} tokens of {summary['n_prompts']} prompt(s), "
         f"{show('tokens_per_second', 1)} tokens/s, acceptance {show('acceptance_rate')}, "
         f"accepted a round {show('mean_accepted_length')}, drafted {show('mean_draft_length')}, "
-        f"exit layer {show('mean_exit_layer')}",
+        f"exit layer {show('mean_exit_layer')}, skipped share {show('mean_skipped_share')}",
         file=sys.stderr,
     )

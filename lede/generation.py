@@ -12,8 +12,9 @@ from typing import Any, Literal, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
+from lede import decoding
 from lede.checkpoint import check_fingerprint
-from lede.decoding import Decoder
+from lede.decoding import Decoder, Prefill
 from lede.models import EarlyExitModel
 from lede.policies.base import Policy
 from lede.prompts import check_unicode
@@ -128,6 +129,7 @@ def generate(
     generation_config: GenerationConfig | None = None,
     logits_processor: LogitsProcessorList | None = None,
     streamer: Streamer | None = None,
+    prefilled: Prefill | None = None,
     **settings: Any,
 ) -> GenerateOutput:
     """Decode one prompt; whatever the policy does, the text is the plain model's.
@@ -145,12 +147,13 @@ def generate(
             are understood, any other that would change the text is refused by name.
         logits_processor: transformers logits processors, applied to draft and whole model alike.
         streamer: Receives the prompt and then the tokens of each round, e.g. transformers' TextStreamer.
+        prefilled: From `prefill` on this model and prompt, which then doesn't run again; it stays as it is.
         **settings: Fields of `GenerateConfig`: max_new_tokens, temperature, top_k, top_p, seed, stream,
             eos_token_id.
 
     Raises:
-        ValueError: An argument is unusable, the policy belongs to another model, or prompt and budget don't fit into
-            the model's positions.
+        ValueError: An argument is unusable, the policy belongs to another model, the prefill is of another model or
+            prompt, or prompt and budget don't fit into the model's positions.
     """
     if not isinstance(model, EarlyExitModel):
         raise ValueError(
@@ -174,10 +177,12 @@ def generate(
     source = TorchSource(torch_stream(config.seed, Purpose.TOKENS, config.stream, device=model.device))
     meter = Meter()
     decoder = Decoder(model, policy, Chooser(config.warp, source, logits_processor), eos, meter)
+    if prefilled is not None:
+        prefilled.check(model, ids)
     if streamer is not None:
         streamer.put(torch.tensor(ids))
     new: list[int] = []
-    for tokens in decoder.decode(ids, config.max_new_tokens):
+    for tokens in decoder.decode(ids, config.max_new_tokens, prefilled):
         new.extend(tokens)
         if streamer is not None:
             streamer.put(torch.tensor(tokens))
@@ -191,6 +196,19 @@ def generate(
         rounds=tuple(meter.rounds),
         finish_reason="eos" if new[-1] in eos else "length",
     )
+
+
+def prefill(model: EarlyExitModel, input_ids: torch.Tensor | Sequence[int]) -> Prefill:
+    """Run a prompt through all layers once, for any number of `generate(..., prefilled=...)` of the same prompt.
+
+    Args:
+        model: From `lede.load_model`.
+        input_ids: Token ids `(1, prompt)` or `(prompt,)`.
+
+    Raises:
+        ValueError: They are no prompt of this model.
+    """
+    return decoding.prefill(model, _prompt_ids(model, None, input_ids))
 
 
 def _merge(generation_config: GenerationConfig | None, settings: dict[str, Any]) -> GenerateConfig:

@@ -1,17 +1,17 @@
 """Any span of layers of a transformers decoder: embed, layers [a, b), norm and head.
 
-`FAMILIES` is the whole list of what is supported; a family is a few names, no code. Everything here works on the
-modules of the transformers model itself, so logits after all layers are bit-equal to the model's own.
+Everything here works on the modules of the transformers model itself, so logits after all layers are bit-equal to the
+model's own. What is supported stands in `lede.families`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,74 +19,27 @@ from torch import nn
 from transformers.utils import logging
 
 from lede.cache import KVCache
+from lede.families import FAMILIES, Family, UnsupportedModelError, check_supported
+from lede.sublayers import Record, Sublayers
+
+if TYPE_CHECKING:
+    from lede.policies.base import SkipSublayers
+
+__all__ = [
+    "DEMO_FOLDER",
+    "FAMILIES",
+    "Block",
+    "EarlyExitModel",
+    "Family",
+    "UnsupportedModelError",
+    "check_supported",
+    "load_model",
+]
 
 DEMO_FOLDER = Path(__file__).parent / "demo" / "model"
 
 
-class UnsupportedModelError(ValueError):
-    """The model's architecture, or one of its settings, can't be decoded exactly by lede."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where a transformers architecture keeps its parts, by attribute name."""
-
-    decoder: str = "model"
-    """The decoder stack inside the causal LM."""
-    layers: str = "layers"
-    """The list of decoder layers inside the stack."""
-    norm: str = "norm"
-    """The final norm inside the stack."""
-    rotary: str | None = "rotary_emb"
-    """The rotary embedding inside the stack; None for learned positions."""
-    positions: str | None = None
-    """The learned position embedding inside the stack, added to the token embedding."""
-    sliding: bool = False
-    """Whether `config.sliding_window` applies to every layer when the config lists no layer types."""
-    rotary_by_type: bool = False
-    """Whether the rotary embedding takes the layer's type as a third argument."""
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(sliding=True),
-    "qwen3": Family(),
-    "gemma3_text": Family(rotary_by_type=True),
-    "gpt2": Family(decoder="transformer", layers="h", norm="ln_f", rotary=None, positions="wpe"),
-    "gpt_neox": Family(decoder="gpt_neox", norm="final_layer_norm"),
-}
-
-_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
-_STATEFUL_ROPE = {"dynamic", "longrope"}  # their tables depend on the longest position of the call
-
-
-def check_supported(config: Any) -> Family:
-    """Return the family of a transformers config.
-
-    Raises:
-        UnsupportedModelError: The architecture, attention type or rope type is not supported; the message names it
-            and lists what is.
-    """
-    model_type = config.model_type
-    if model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"model type '{model_type}' is not supported; supported are {', '.join(sorted(FAMILIES))}"
-        )
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES)
-    if odd:
-        raise UnsupportedModelError(f"{model_type} with layers of type {', '.join(odd)} is not supported")
-    if getattr(config, "add_cross_attention", False) or getattr(config, "use_bidirectional_attention", False):
-        raise UnsupportedModelError(f"{model_type} with cross or bidirectional attention is not supported")
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [part for part in rope.values() if isinstance(part, dict)] or [rope]
-    for part in nested:
-        if part.get("rope_type") in _STATEFUL_ROPE:
-            raise UnsupportedModelError(
-                f"{model_type} with rope type '{part['rope_type']}' is not supported: its rotary table depends on the "
-                "longest position in a call, so a verified block would differ from single steps"
-            )
-    return FAMILIES[model_type]
 
 
 @dataclass
@@ -136,6 +89,8 @@ class EarlyExitModel:
         self._positions: nn.Module | None = getattr(stack, self.family.positions) if self.family.positions else None
         self._rotary: nn.Module | None = getattr(stack, self.family.rotary) if self.family.rotary else None
         self._layers: list[nn.Module] = list(getattr(stack, self.family.layers))
+        self._steps = list(enumerate(self._layers))
+        self._sublayers = Sublayers(self.family, self._layers)
         self._norm: nn.Module = getattr(stack, self.family.norm)
         self._head: nn.Module = hf_model.get_output_embeddings()
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
@@ -227,11 +182,39 @@ class EarlyExitModel:
 
         Layers first+1..last run once over the block's tokens and extend the cache.
         """
+        return self._run(hidden, self._steps[first:last], block)
+
+    def run_skipping(self, hidden: torch.Tensor, plan: SkipSublayers, block: Block) -> torch.Tensor:
+        """Hidden states of a draft with gaps, `(row, token, width)`, of states after the layers before the first gap.
+
+        The layers from the first gap to the last run once without the sublayers that the plan leaves out. Those whose
+        attention is left out don't extend the cache.
+
+        Raises:
+            ValueError: The plan doesn't fit the model.
+            UnsupportedModelError: The layers can't be run in part.
+        """
+        return self._run(hidden, self._sublayers.skipping(plan), block)
+
+    def run_recording(self, hidden: torch.Tensor, block: Block, record: Record) -> torch.Tensor:
+        """Hidden states after all layers, `(row, token, width)`; `record` sees what each sublayer adds to them.
+
+        Raises:
+            UnsupportedModelError: The layers can't be run in part.
+        """
+        return self._run(hidden, self._sublayers.recording(record), block)
+
+    def check_sublayers(self) -> None:
+        """Raise UnsupportedModelError when `run_skipping` and `run_recording` can't run this model's layers."""
+        self._sublayers.check()
+
+    def _run(self, hidden: torch.Tensor, steps: Iterable[tuple[int, nn.Module]], block: Block) -> torch.Tensor:
+        """States after these layers, each given with its place in the stack."""
         if block.start is not None:
             block.cache.place(block.start)
         elif block.rows is not None:
             block.cache.place_ragged(block.positions, block.rows, block.extent)
-        for i in range(first, last):
+        for i, layer in steps:
             arguments: dict[str, Any] = {
                 "attention_mask": self._mask(block, i, hidden),
                 "position_ids": block.positions,
@@ -240,7 +223,7 @@ class EarlyExitModel:
             }
             if self._rotary is not None:
                 arguments["position_embeddings"] = self._rotary_table(block, self.layer_types[i], hidden)
-            out = self._layers[i](hidden, **arguments)
+            out = layer(hidden, **arguments)
             hidden = out[0] if isinstance(out, tuple) else out
         return hidden
 

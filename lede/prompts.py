@@ -120,6 +120,15 @@ def _read_object(line: str) -> Prompt:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(entry, dict):
         raise ValueError(f"must be a JSON object, got {type(entry).__name__}")
+    return prompt_from(entry)
+
+
+def prompt_from(entry: dict[str, Any]) -> Prompt:
+    """The prompt of a JSON object with a key `prompt`, `turns` or `question`; its text is not yet checked.
+
+    Raises:
+        ValueError: It has none of the keys, or its turns hold none of the user's.
+    """
     if "prompt" in entry:
         return Prompt(entry["prompt"])
     if "turns" in entry:

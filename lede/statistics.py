@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SECTIONS = ("prefill", "draft", "inspect", "policy", "verify", "other")
+SECTIONS = ("prefill", "draft", "inspect", "policy", "verify", "other", "search")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,9 @@ class Round:
     accepted: int
     """Drafted tokens that verification kept; the correction or bonus token is not counted."""
     exit_layer: int | None
-    """Layers that drafted; None when the round was a plain pass."""
+    """Layers that drafted; None when the round was a plain pass or drafted with gaps."""
+    skipped: int = 0
+    """Sublayers that a draft with gaps left out."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,13 @@ class Seconds:
     """Remaining layers, final head and acceptance; plain passes too."""
     other: float
     """Bookkeeping and streaming."""
+    search: float = 0.0
+    """What a policy that learns while decoding asks between rounds, and what it is told of shadow tokens."""
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.prefill + self.draft + self.inspect + self.policy + self.verify + self.other
+        return self.prefill + self.draft + self.inspect + self.policy + self.verify + self.other + self.search
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,13 @@ class DecodingStats:
     mean_draft_length: float | None
     """drafted / rounds that drafted."""
     mean_exit_layer: float | None
-    """Mean over drafted tokens of the layer that drafted them."""
+    """Mean of the exit layer over tokens drafted at one."""
+    mean_skipped_share: float | None
+    """Mean of the share of sublayers left out, over tokens drafted with gaps."""
     full_passes: int
     """Passes that reached the last layer, verifications included, prefill apart."""
     head_reads: int
-    """Logits read below the last layer, one a position."""
+    """Logits read by drafts, decisions and searches, one a position and layer; verification is not counted."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -89,6 +95,7 @@ class Meter:
     """Counts rounds and splits time while decoding; `enter` names what the time from now on is spent on."""
 
     head_reads: int = 0
+    n_layers: int | None = None
     rounds: list[Round] = field(default_factory=list)
     _spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
     _section: str = "other"
@@ -103,11 +110,16 @@ class Meter:
     def stats(self) -> DecodingStats:
         """The record so far."""
         self.enter(self._section)
-        return summarize(self.rounds, Seconds(**self._spent), self.head_reads)
+        return summarize(self.rounds, Seconds(**self._spent), self.head_reads, n_layers=self.n_layers)
 
 
-def summarize(rounds: Sequence[Round], seconds: Seconds, head_reads: int, n_sequences: int = 1) -> DecodingStats:
-    """Statistics of rounds; pass all rounds of several sequences for pooled figures."""
+def summarize(
+    rounds: Sequence[Round], seconds: Seconds, head_reads: int, n_sequences: int = 1, n_layers: int | None = None
+) -> DecodingStats:
+    """Statistics of rounds; pass all rounds of several sequences for pooled figures.
+
+    Without the model's `n_layers` there is no skipped share.
+    """
     drafting = [r for r in rounds if r.drafted]
     drafted = sum(r.drafted for r in drafting)
     accepted = sum(r.accepted for r in drafting)
@@ -123,7 +135,16 @@ def summarize(rounds: Sequence[Round], seconds: Seconds, head_reads: int, n_sequ
         acceptance_rate=accepted / drafted if drafted else None,
         mean_accepted_length=accepted / len(rounds) if rounds else None,
         mean_draft_length=drafted / len(drafting) if drafting else None,
-        mean_exit_layer=sum(r.drafted * (r.exit_layer or 0) for r in drafting) / drafted if drafted else None,
+        mean_exit_layer=weighted_mean([(r.exit_layer, r.drafted) for r in drafting if r.exit_layer is not None]),
+        mean_skipped_share=None
+        if n_layers is None
+        else weighted_mean([(r.skipped / (2 * n_layers), r.drafted) for r in drafting if r.exit_layer is None]),
         full_passes=len(rounds),
         head_reads=head_reads,
     )
+
+
+def weighted_mean(values: Sequence[tuple[float, int]]) -> float | None:
+    """Mean of values given with their weights; None of none."""
+    weight = sum(w for _, w in values)
+    return sum(v * w for v, w in values) / weight if weight else None

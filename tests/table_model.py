@@ -13,6 +13,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from lede.decoding import Decoder
+from lede.policies.base import SkipSublayers
 from lede.verification import Chooser, Warp
 
 VOCAB_SIZE = 4
@@ -26,8 +27,8 @@ class TableCache:
         self.tokens: dict[int, int] = {}
         self.lengths = [0] * N_LAYERS
 
-    def rewind(self, length: int) -> None:
-        self.lengths = [min(n, length) for n in self.lengths]
+    def rewind(self, length: int, first_layer: int = 0) -> None:
+        self.lengths = [n if i < first_layer else min(n, length) for i, n in enumerate(self.lengths)]
 
 
 class TableBlock:
@@ -60,7 +61,7 @@ class TableModel:
 
     def _lookup(self, code: int, layer: int) -> torch.Tensor:
         if (code, layer) not in self._table:
-            noise = np.random.default_rng([self.seed, code, layer]).normal(size=VOCAB_SIZE) * 1.5
+            noise = np.random.default_rng([self.seed, code, layer % 64]).normal(size=VOCAB_SIZE) * 1.5
             if layer < N_LAYERS:
                 noise = 0.4 * noise + 0.6 * self._lookup(code, N_LAYERS).numpy()
             self._table[code, layer] = torch.from_numpy(noise)
@@ -89,6 +90,21 @@ class TableModel:
             block.cache.lengths[layer] = block.start + hidden.shape[1]
         hidden = hidden.clone()
         hidden[..., 1] = last
+        return hidden
+
+    def check_sublayers(self) -> None:
+        """Any sublayer of this model can be left out."""
+
+    def run_skipping(self, hidden: torch.Tensor, plan: SkipSublayers, block: TableBlock) -> torch.Tensor:
+        """Goes on to the end without the inner layer's attention, its MLP or both: three drafts of their own."""
+        plan.check(N_LAYERS)
+        assert (hidden[..., 1] == plan.prefix).all(), "layers were left out or run twice"
+        for layer in range(plan.prefix, N_LAYERS):
+            if layer + 1 not in plan.attention:
+                assert block.cache.lengths[layer] == block.start, "the cache has a gap"
+                block.cache.lengths[layer] = block.start + hidden.shape[1]
+        hidden = hidden.clone()
+        hidden[..., 1] = len(plan.attention) - 2 * len(plan.mlp) - 2  # a code of its own below every layer's
         return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,9 @@
 A round asks `pre_scan` once, `scan` at each candidate layer until one exits, then `draft` for every further drafted
 position. No state carries the sampled token of its own position, nor a match that verification has not yet told, so
 a policy of this type cannot break the law of sampling (see `lede.verification`).
+
+A policy that learns while it decodes is told of each text (`begin`) and of each round once it is verified (`verified`),
+and may ask questions about the verified text between two rounds (`between_rounds`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from lede.features import FeatureConfig, parse_candidates
 if TYPE_CHECKING:
     from lede.cost_profile import CostProfile
     from lede.models import EarlyExitModel
+    from lede.text_probe import TextProbe
 
 BLIND = 2
 """Where decisions are numbered, BLIND + k is the plan to draft blind at candidate k; in the pre-scan CONTINUE skips the
@@ -46,6 +50,79 @@ class ExitAt:
 
     exit_layer: int
     """Layers that a drafted token goes through."""
+
+
+@dataclass(frozen=True)
+class SkipSublayers:
+    """A draft plan with gaps: the whole stack drafts, but for these sublayers; all layers verify.
+
+    Layers are numbered like exit layers: layer i is the i-th of 1..L.
+    """
+
+    attention: frozenset[int]
+    """Layers whose attention is left out."""
+    mlp: frozenset[int]
+    """Layers whose MLP is left out."""
+
+    @property
+    def prefix(self) -> int:
+        """Layers before the first gap; verification takes their states from the draft."""
+        return min(self.attention | self.mlp) - 1
+
+    @property
+    def n_skipped(self) -> int:
+        """Sublayers left out."""
+        return len(self.attention) + len(self.mlp)
+
+    def skipped_share(self, n_layers: int) -> float:
+        """Sublayers left out over all `2 n_layers` of them."""
+        return self.n_skipped / (2 * n_layers)
+
+    def check(self, n_layers: int) -> None:
+        """Raise ValueError unless the plan leaves something out, and nothing outside layers 2..L-1.
+
+        Source: SWIFT (arXiv 2410.06916) and ConfLayers (arXiv 2604.14612) keep the first and the last layer whole.
+        """
+        layers = self.attention | self.mlp
+        if not layers:
+            raise ValueError("a plan with gaps must leave out at least one sublayer, got none; skip the draft instead")
+        if min(layers) < 2 or max(layers) > n_layers - 1:
+            raise ValueError(
+                f"sublayers of layers {sorted(layers)} can't be left out; a model with {n_layers} layers allows "
+                f"2..{n_layers - 1}"
+            )
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """What layers would have drafted at the positions of a round whose prefix is the text."""
+
+    layers: tuple[int, ...]
+    """The policy's `shadow_layers`."""
+    tokens: npt.NDArray[np.int64]
+    """Likeliest token, `(layer, position)`."""
+    probabilities: npt.NDArray[np.float32]
+    """Its probability by the softmax of raw logits, `(layer, position)`."""
+    targets: npt.NDArray[np.int64]
+    """The token that the text has there, `(position,)`: accepted, or the correction or bonus."""
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What a round came to, once it is verified."""
+
+    plan: ExitAt | SkipSublayers | None
+    """Where the draft came from; None for a plain pass."""
+    drafted: int
+    """Tokens drafted."""
+    accepted: int
+    """Drafted tokens that verification kept."""
+    committed: int
+    """Tokens that the text grew by."""
+    probabilities: tuple[float, ...]
+    """Of the likeliest token at every drafted position, where the policy observes `surprisal`; else empty."""
+    shadow: Shadow | None
+    """What the policy's `shadow_layers` say; None when it has none."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +230,19 @@ class Policy(ABC):
         """Whether the policy belongs to one model."""
         return self.fingerprint is not None
 
+    @property
+    def shadow_layers(self) -> tuple[int, ...]:
+        """Layers of 1..L-1 that are read at every verified position, for `RoundReport.shadow`; asked once a text.
+
+        Each costs a head read a position, booked as "search".
+        """
+        return ()
+
+    @property
+    def searches(self) -> bool:
+        """Whether `between_rounds` wants to be called now."""
+        return False
+
     def candidates_for(self, n_layers: int) -> tuple[int, ...]:
         """Candidate layers on a model of `n_layers` layers.
 
@@ -190,7 +280,29 @@ class Policy(ABC):
     def reset(self) -> None:  # noqa: B027  nothing to forget is the common case
         """Forget everything learned or drawn while decoding. Most policies keep nothing."""
 
-    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
+    def state(self) -> dict[str, Any]:
+        """What was learned while decoding, as plain JSON values; most policies learn nothing."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take back what `state` returned.
+
+        Raises:
+            ValueError: It is not this policy's.
+        """
+        if state:
+            raise ValueError(f"a {self.kind} policy learns nothing while decoding, got {', '.join(sorted(state))}")
+
+    def begin(self, n_prompt_tokens: int) -> None:  # noqa: B027  most policies treat all texts alike
+        """A new text begins: its prompt is prefilled and its first token chosen."""
+
+    def verified(self, report: RoundReport) -> None:  # noqa: B027  most policies learn nothing while decoding
+        """A round is verified."""
+
+    def between_rounds(self, probe: TextProbe) -> None:  # noqa: B027  most policies search nothing
+        """Between two rounds of a text, after `verified`, while `searches`; the time is booked as "search"."""
+
+    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt | SkipSublayers:
         """Decide before any head read: skip, scan, or draft blind from a plan. The paper always scans."""
         return PreScan.SCAN
 
@@ -200,7 +312,11 @@ class Policy(ABC):
 
     @abstractmethod
     def draft(self, state: LayerState) -> bool:
-        """Whether to draft one more token at the exit layer; False stops the draft."""
+        """Whether to draft one more token; False stops the draft.
+
+        Under a plan with gaps it is asked before the position runs further than the layers before the first gap, so
+        `state.observation` is of the last drafted position and `state.layer` is L.
+        """
 
     def save_pretrained(self, folder: str) -> None:
         """Write config.json, model.safetensors, a card and any profile; see `lede.checkpoint.save_policy`."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lede.policies.base import ExitAt, LayerState, Policy, PolicyConfig, PreScan, PreScanState
+import numpy as np
+
+from lede.policies.base import ExitAt, LayerState, Policy, PolicyConfig, PreScan, PreScanState, SkipSublayers
 from lede.seeding import Purpose, numpy_stream
 
 if TYPE_CHECKING:
@@ -26,23 +28,31 @@ class RandomConfig(PolicyConfig):
     """Probability of an exit at each candidate of a scan."""
     draft_probability: float = 0.7
     """Probability of drafting one more token."""
+    gap_probability: float = 0.0
+    """Probability that a round drafts through the whole stack without a random set of sublayers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
-        for name in ("skip_probability", "blind_probability", "exit_probability", "draft_probability"):
+        for name in (
+            "skip_probability",
+            "blind_probability",
+            "exit_probability",
+            "draft_probability",
+            "gap_probability",
+        ):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be within 0..1, got {getattr(self, name)}")
-        if self.skip_probability + self.blind_probability > 1:
+        if self.skip_probability + self.blind_probability + self.gap_probability > 1:
             raise ValueError(
-                f"skip_probability {self.skip_probability} and blind_probability {self.blind_probability} exclude each "
-                "other and must not add up to more than 1"
+                f"skip_probability {self.skip_probability}, blind_probability {self.blind_probability} and "
+                f"gap_probability {self.gap_probability} exclude each other and must not add up to more than 1"
             )
 
 
 class RandomPolicy(Policy):
-    """Skips, scans, drafts blind, exits and drafts on at random; `reset` starts its stream over."""
+    """Skips, scans, drafts blind or with gaps, exits and drafts on at random; `reset` starts its stream over."""
 
     kind: ClassVar[str] = "random"
     config_class: ClassVar[type[PolicyConfig]] = RandomConfig
@@ -51,30 +61,51 @@ class RandomPolicy(Policy):
     def __init__(self, config: PolicyConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
         self._layers = self.config.candidates
+        self._n_layers: int | None = None
         self.reset()
 
     def check_model(self, model: EarlyExitModel) -> None:
         """Settle the layers to draw from on this model.
 
         Raises:
-            ValueError: A candidate is outside 1..L-1.
+            ValueError: A candidate is outside 1..L-1, or a model without inner layers is to draft with gaps.
         """
         self._layers = self.candidates_for(model.n_layers)
+        if self.config.gap_probability > 0:
+            if model.n_layers < 3:
+                raise ValueError(f"gap_probability needs a model with at least 3 layers, got {model.n_layers}")
+            model.check_sublayers()
+        self._n_layers = model.n_layers
 
     def reset(self) -> None:
         """Start the random stream over."""
         self._stream = numpy_stream(self.config.seed, Purpose.POLICY)
 
-    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
-        """Skip, draft blind at a random candidate, or scan."""
+    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt | SkipSublayers:
+        """Skip, draft blind at a random candidate or with random gaps, or scan."""
         draw = self._stream.random()
         if draw < self.config.skip_probability:
             return PreScan.SKIP
+        if draw >= 1 - self.config.gap_probability:
+            return self._gaps()
         if draw >= self.config.skip_probability + self.config.blind_probability:
             return PreScan.SCAN
         if self._layers is None:
             raise ValueError("this random policy takes its candidates from the model; call check_model(model) first")
         return ExitAt(self._layers[self._stream.integers(len(self._layers))])
+
+    def _gaps(self) -> SkipSublayers:
+        """Each sublayer of the inner layers is left out with the same probability, which is itself drawn."""
+        if self._n_layers is None:
+            raise ValueError("this random policy takes its sublayers from the model; call check_model(model) first")
+        share = self._stream.random()
+        attention, mlp = (
+            frozenset((2 + np.flatnonzero(row)).tolist())
+            for row in self._stream.random((2, self._n_layers - 2)) < share
+        )
+        if not attention and not mlp:
+            mlp = frozenset({int(self._stream.integers(2, self._n_layers))})
+        return SkipSublayers(attention, mlp)
 
     def scan(self, state: LayerState) -> bool:
         """Exit with `exit_probability`."""

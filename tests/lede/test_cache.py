@@ -47,6 +47,40 @@ def test_bad_sizes_are_refused() -> None:
         KVCache(1, capacity=1).rewind(-1)
 
 
+def test_layers_from_a_given_one_are_rewound_alone() -> None:
+    cache = KVCache(3, capacity=10)
+    cache.place(0)
+    for layer in range(3):
+        cache.update(states(5, 1.0), states(5, 1.0), layer)
+    cache.rewind(2, first_layer=1)
+    assert cache.lengths == [5, 2, 2]
+    cache.rewind(4)
+    assert cache.lengths == [4, 2, 2]
+
+
+def test_a_borrowed_cache_comes_back_as_it_was() -> None:
+    """Slots, lengths and layers that nobody has run; also when the borrower fails."""
+    cache = KVCache(2, capacity=10)
+    cache.place(0)
+    cache.update(torch.arange(40.0).reshape(1, 2, 5, 4), torch.arange(40.0, 80.0).reshape(1, 2, 5, 4), 0)
+    before = [buffer.clone() for buffer in (cache.keys[0], cache.values[0]) if buffer is not None]
+
+    def borrow_and_fail() -> None:
+        with cache.borrowed(3):
+            assert cache.lengths == [3, 0]
+            cache.place(3)
+            keys, _ = cache.update(states(2, 7.0), states(2, 7.0), 0)
+            assert keys[0, 0, 3:].unique().tolist() == [7.0]
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        borrow_and_fail()
+    assert cache.lengths == [5, 0]
+    after = [buffer for buffer in (cache.keys[0], cache.values[0]) if buffer is not None]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert cache.keys[1] is None
+
+
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("forget", [0, 1, 7, 16])
 def test_after_a_rewind_the_next_logits_are_those_of_a_fresh_prefill(family: str, forget: int) -> None:

@@ -82,6 +82,7 @@ def policies(family: str) -> dict[str, Policy | None]:
     for seed in range(3):
         every[f"random {seed}"] = RandomPolicy(seed=seed)
         every[f"learned {seed}"] = random_network(seed, observations(family), (1, 2, 3, 5))
+    every["random gaps"] = RandomPolicy(seed=3, gap_probability=0.5)
     return every
 
 
@@ -236,7 +237,8 @@ def test_half_precision_parts_at_ties_alone(family: str, dtype: torch.dtype) -> 
     for seed, length in PROMPTS:
         ids = prompt(seed, length)
         wanted = plain_generate(model, ids, 32)
-        for policy in (None, StaticPolicy(exit_layer=3, draft_length=4), RandomPolicy(seed=0)):
+        random = (RandomPolicy(seed=0), RandomPolicy(seed=0, gap_probability=0.5))
+        for policy in (None, StaticPolicy(exit_layer=3, draft_length=4), *random):
             out = run(model, ids, policy, 32)
             apart = compare(model, ids, out.sequences[0, length:].tolist(), wanted)
             print(apart or "equal")
@@ -265,7 +267,7 @@ def test_bundled_model_in_float32() -> None:
     ids = [model.tokenizer(text)["input_ids"] for text in texts]
     generate(model, input_ids=ids[0], policy=probe, max_new_tokens=32)
     seen = np.stack(probe.seen)
-    every: list[Policy | None] = [None, ThresholdPolicy(), RandomPolicy(seed=0), RandomPolicy(seed=1)]
+    every: list[Policy | None] = [None, ThresholdPolicy(), RandomPolicy(seed=0), RandomPolicy(gap_probability=0.7)]
     every += [StaticPolicy(exit_layer=layer, draft_length=3) for layer in range(1, model.n_layers)]
     every += [random_network(seed, seen, probe.config.candidates) for seed in range(2)]
     ties = 0

@@ -29,6 +29,7 @@ from lede.policies import (
     StaticPolicy,
     ThresholdPolicy,
 )
+from lede.statistics import SECTIONS
 from tests.ending_models import layer_logits
 from tests.tiny_models import N_LAYERS, plain_generate, prompt, tiny_hf_model, tiny_model
 
@@ -81,7 +82,7 @@ def test_stats_add_up() -> None:
     assert stats.head_reads >= stats.drafted
     seconds = stats.seconds
     assert seconds.total == pytest.approx(sum(stats.to_dict()["seconds"].values()))
-    assert set(stats.to_dict()["seconds"]) == {"prefill", "draft", "inspect", "policy", "verify", "other"}
+    assert set(stats.to_dict()["seconds"]) == set(SECTIONS)
     assert all(value >= 0 for value in stats.to_dict()["seconds"].values())
 
 
@@ -373,5 +374,5 @@ def test_an_unknown_answer_of_pre_scan_is_refused() -> None:
         def pre_scan(self, state: Any) -> Any:
             return "lookup"
 
-    with pytest.raises(ValueError, match=r"must answer SKIP, SCAN or ExitAt, got 'lookup'"):
+    with pytest.raises(ValueError, match=r"must answer SKIP, SCAN, ExitAt or SkipSublayers, got 'lookup'"):
         generate(tiny_model("llama"), input_ids=IDS, policy=Odd(exit_layer=2, draft_length=3), max_new_tokens=5)

@@ -18,7 +18,7 @@ from lede.decoding import Decoder
 from lede.drafting import Draft, Drafter
 from lede.features import FEATURES, FeatureConfig
 from lede.policies import LearnedPolicy, RandomPolicy, StaticPolicy
-from lede.policies.base import LayerState, Policy
+from lede.policies.base import LayerState, Policy, PreScanState, SkipSublayers
 from lede.seeding import Purpose, torch_stream
 from lede.verification import Chooser, TorchSource, Warp
 from tests.table_model import (
@@ -53,6 +53,25 @@ class ByEntropy(Policy):
 
 def by_entropy(max_draft: int = 12) -> ByEntropy:
     return ByEntropy(candidates=(1, 2), max_draft=max_draft)
+
+
+class GapsByEntropy(ByEntropy):
+    """Drafts with a gap where it is sure, with another where it is not; the stop looks at the last distribution."""
+
+    kind = "gaps-by-entropy"
+
+    def pre_scan(self, state: PreScanState) -> SkipSublayers:
+        inner = frozenset({2})
+        return SkipSublayers(inner, frozenset() if state.trace < 0.9 else inner)
+
+    def draft(self, state: LayerState) -> bool:
+        return bool(state.observation[0] < 1.1)
+
+
+def random_gaps(seed: int) -> RandomPolicy:
+    policy = RandomPolicy(seed=seed, candidates=(1, 2), skip_probability=0.1, gap_probability=0.6)
+    policy.check_model(TableModel())  # type: ignore[arg-type]
+    return policy
 
 
 def learned(n_outputs: int, seed: int = 0) -> LearnedPolicy:
@@ -92,6 +111,10 @@ POLICIES: dict[str, Any] = {
     "static": lambda: StaticPolicy(exit_layer=1, draft_length=3),
     "random 0": lambda: RandomPolicy(seed=0, candidates=(1, 2)),
     "random 1": lambda: RandomPolicy(seed=1, candidates=(1, 2)),
+    "gaps by entropy": lambda: GapsByEntropy(candidates=(1, 2)),
+    "gaps by entropy, cap 1": lambda: GapsByEntropy(candidates=(1, 2), max_draft=1),
+    "random gaps 0": lambda: random_gaps(0),
+    "random gaps 1": lambda: random_gaps(1),
     "learned": lambda: learned(2),
     "learned with plans": lambda: learned(4),
 }
@@ -115,10 +138,11 @@ def test_law_is_the_whole_models(policy: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_joint_law_of_three_tokens_from_many_draws(case: str) -> None:
+@pytest.mark.parametrize("policy", ["entropy", "gaps by entropy"])
+def test_joint_law_of_three_tokens_from_many_draws(policy: str, case: str) -> None:
     model = TableModel(seed=2)
     chosen = options(case, model)
-    counts = law_of_loop(model, by_entropy, n_tokens=4, lanes=LANES, **chosen)
+    counts = law_of_loop(model, POLICIES[policy], n_tokens=4, lanes=LANES, **chosen)
     assert sum(counts.values()) == LANES
     law = law_of_model(model, n_tokens=4, **chosen)
     assert chi_square_z(first_tokens(counts, 3), first_tokens(law, 3)) < 5
@@ -141,12 +165,13 @@ class DroppingDecoder(Decoder):
     drafter_class = DroppingDrafter
 
 
-def test_negative_control_dropping_the_triggering_token_is_caught() -> None:
-    model = TableModel(seed=1)
+@pytest.mark.parametrize("policy", ["entropy", "gaps by entropy"])
+def test_negative_control_dropping_the_triggering_token_is_caught(policy: str) -> None:
+    model, make = TableModel(seed=1), POLICIES[policy]
     law = law_of_model(model, Warp(1.0), 4)
-    found = law_of_loop(model, by_entropy, Warp(1.0), 4, decoder_class=DroppingDecoder)
+    found = law_of_loop(model, make, Warp(1.0), 4, decoder_class=DroppingDecoder)
     assert distance(found, law) > 100 * ROUNDING
-    counts = law_of_loop(model, by_entropy, Warp(1.0), 4, lanes=LANES, decoder_class=DroppingDecoder)
+    counts = law_of_loop(model, make, Warp(1.0), 4, lanes=LANES, decoder_class=DroppingDecoder)
     assert chi_square_z(first_tokens(counts, 3), first_tokens(law, 3)) > 5
 
 

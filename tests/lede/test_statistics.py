@@ -46,14 +46,26 @@ def test_exit_layer_is_weighted_by_drafted_tokens() -> None:
     assert stats.mean_draft_length == 2.0
 
 
+def test_skipped_share_is_that_of_drafts_with_gaps() -> None:
+    """1 token without 3 of 8 sublayers, 3 without 4; an exit counts for the exit layer, a plain pass for neither."""
+    gaps = [Round((1, 2), 1, 1, None, 3), Round((1,), 3, 0, None, 4)]
+    stats = summarize([*gaps, *rounds(0, drafted=2, layer=2), Round((1,), 0, 0, None)], SECONDS, 6, n_layers=4)
+    assert stats.mean_skipped_share == pytest.approx((1 * 3 / 8 + 3 * 4 / 8) / 4)
+    assert stats.mean_exit_layer == 2
+    assert stats.acceptance_rate == 1 / 6
+    assert summarize(gaps, SECONDS, head_reads=4).mean_skipped_share is None  # of how many nobody said
+    assert summarize(rounds(1), SECONDS, 1, n_layers=4).mean_skipped_share is None
+
+
 def test_sections_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 3.0, 3.5, 10.0])
+    clock = iter([0.0, 1.0, 3.0, 3.5, 4.0, 10.0])
     monkeypatch.setattr("lede.statistics.time.perf_counter", lambda: next(clock))
     meter = Meter(_since=0.0)
     next(clock)
     meter.enter("prefill")  # at 1.0
     meter.enter("draft")  # at 3.0
-    meter.enter("verify")  # at 3.5
+    meter.enter("search")  # at 3.5
+    meter.enter("verify")  # at 4.0
     seconds = meter.stats().seconds  # at 10.0
-    assert (seconds.other, seconds.prefill, seconds.draft, seconds.verify) == (1.0, 2.0, 0.5, 6.5)
+    assert (seconds.other, seconds.prefill, seconds.draft, seconds.search, seconds.verify) == (1.0, 2.0, 0.5, 0.5, 6.0)
     assert seconds.total == 10.0

@@ -1,0 +1,146 @@
+"""Layers run in part: without their attention or their MLP, or watched while they run.
+
+The live model is never touched. A partial layer is a shallow copy of the transformers layer, with the same weights and
+a module table of its own, in which one sublayer gives way to zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lede.families import Family, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from lede.policies.base import SkipSublayers
+
+ATTENTION, MLP = 0, 1
+"""The two sublayers of a layer."""
+
+Record = Callable[[int, int, torch.Tensor], None]
+"""Takes the place of a layer in the stack (from 0), ATTENTION or MLP, and what that adds, `(row, token, width)`."""
+
+Steps = tuple[tuple[int, nn.Module], ...]
+"""Layers to run, each with its place in the stack (from 0)."""
+
+
+class _NoAttention(nn.Module):
+    """Attention that adds nothing and stores no keys or values."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        """Zeros, and no weights."""
+        return torch.zeros_like(hidden_states), None
+
+
+class _NoMLP(nn.Module):
+    """An MLP that adds nothing."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Zeros."""
+        return torch.zeros_like(hidden_states)
+
+
+class _Watched(nn.Module):
+    """A module whose output is shown to somebody."""
+
+    def __init__(self, module: nn.Module, show: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.module = module
+        self._show = show
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        out = self.module(*args, **kwargs)
+        self._show(out[0] if isinstance(out, tuple) else out)
+        return out
+
+
+class Sublayers:
+    """Partial layers of one model.
+
+    Args:
+        family: What their parts are called.
+        layers: The model's own layers.
+    """
+
+    def __init__(self, family: Family, layers: Sequence[nn.Module]) -> None:
+        self._names = (family.attention, family.mlp)
+        self._layers = layers
+        self._last: tuple[SkipSublayers, Steps] | None = None  # a policy keeps to its plan for many rounds
+
+    def check(self) -> None:
+        """Raise UnsupportedModelError when the layers can't be run in part."""
+        for layer in self._layers:
+            kind, own = type(layer).__name__, vars(layer)
+            # a forward of the object's own is bound to the object it was made for: a copy would run the original
+            if "_hf_hook" in own:
+                raise UnsupportedModelError(
+                    f"sublayers can't be left out of a {kind} with accelerate hooks (device_map over several devices, "
+                    "or offloading); load the model onto one device"
+                )
+            if "forward" in own:
+                raise UnsupportedModelError(f"sublayers can't be left out of a {kind} whose forward was replaced")
+            missing = [name for names in self._names for name in names if name not in layer._modules]
+            if missing:
+                raise UnsupportedModelError(f"sublayers can't be left out of a {kind} without {', '.join(missing)}")
+
+    def skipping(self, plan: SkipSublayers) -> Steps:
+        """The layers from the plan's first gap to the last, without what it leaves out.
+
+        Raises:
+            ValueError: The plan doesn't fit the model.
+            UnsupportedModelError: The layers can't be run in part.
+        """
+        last = self._last
+        if last is not None and last[0] is plan:
+            return last[1]
+        plan.check(len(self._layers))
+        self.check()
+        steps = []
+        for i in range(plan.prefix, len(self._layers)):
+            attention, mlp = i + 1 in plan.attention, i + 1 in plan.mlp
+            if not (attention and mlp):
+                steps.append((i, self._without(i, ATTENTION if attention else MLP if mlp else None)))
+        self._last = plan, tuple(steps)
+        return self._last[1]
+
+    def recording(self, record: Record) -> Steps:
+        """All layers, each showing `record` what its sublayers add.
+
+        Raises:
+            UnsupportedModelError: The layers can't be run in part.
+        """
+        self.check()
+        return tuple((i, self._watched(i, record)) for i in range(len(self._layers)))
+
+    def _without(self, i: int, sublayer: int | None) -> nn.Module:
+        """Layer i, without one of its sublayers."""
+        layer = self._layers[i]
+        if sublayer is None:
+            return layer
+        norm, name, *norm_after = self._names[sublayer]
+        nothing = _NoAttention() if sublayer == ATTENTION else _NoMLP()
+        return _copy(layer, {name: nothing, **{unused: nn.Identity() for unused in (norm, *norm_after)}})
+
+    def _watched(self, i: int, record: Record) -> nn.Module:
+        """Layer i, showing `record` what each sublayer adds."""
+        layer = self._layers[i]
+        modules: dict[str, nn.Module] = {}
+        for sublayer, names in enumerate(self._names):
+
+            def show(output: torch.Tensor, sublayer: int = sublayer) -> None:
+                record(i, sublayer, output)
+
+            modules[names[-1]] = _Watched(layer.get_submodule(names[-1]), show)
+        return _copy(layer, modules)
+
+
+def _copy(layer: nn.Module, modules: dict[str, nn.Module]) -> nn.Module:
+    """A layer with the same weights, and other modules under some names."""
+    twin = copy.copy(layer)
+    twin._modules = {**layer._modules, **modules}
+    return twin
