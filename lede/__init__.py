@@ -12,7 +12,18 @@ if TYPE_CHECKING:
     from lede.checkpoint import load_policy
     from lede.generation import GenerateConfig, GenerateOutput, generate
     from lede.models import EarlyExitModel, UnsupportedModelError, load_model
-    from lede.policies import LearnedPolicy, Policy, RandomPolicy, StaticPolicy, ThresholdPolicy, parse_policy
+    from lede.policies import (
+        ConfLayersPolicy,
+        DraftVerifyPolicy,
+        DynamicExitLayerPolicy,
+        LearnedPolicy,
+        Policy,
+        RandomPolicy,
+        StaticPolicy,
+        SwiftPolicy,
+        ThresholdPolicy,
+        parse_policy,
+    )
     from lede.statistics import DecodingStats
 
 __version__ = "0.1.0"
@@ -25,17 +36,24 @@ _HOMES = {
     "EarlyExitModel": "lede.models",
     "UnsupportedModelError": "lede.models",
     "load_model": "lede.models",
+    "ConfLayersPolicy": "lede.policies",
+    "DraftVerifyPolicy": "lede.policies",
+    "DynamicExitLayerPolicy": "lede.policies",
     "LearnedPolicy": "lede.policies",
     "Policy": "lede.policies",
     "RandomPolicy": "lede.policies",
     "StaticPolicy": "lede.policies",
+    "SwiftPolicy": "lede.policies",
     "ThresholdPolicy": "lede.policies",
     "parse_policy": "lede.policies",
     "DecodingStats": "lede.statistics",
 }
 
 __all__ = [
+    "ConfLayersPolicy",
     "DecodingStats",
+    "DraftVerifyPolicy",
+    "DynamicExitLayerPolicy",
     "EarlyExitModel",
     "GenerateConfig",
     "GenerateOutput",
@@ -43,6 +61,7 @@ __all__ = [
     "Policy",
     "RandomPolicy",
     "StaticPolicy",
+    "SwiftPolicy",
     "ThresholdPolicy",
     "UnsupportedModelError",
     "__version__",

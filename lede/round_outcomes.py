@@ -96,6 +96,7 @@ class RoundOutcomes:
             self._follow(model, k, layer)
         self._tables = CostTables(costs, layers, table.max_context, max_draft)
         self._made: dict[tuple[float, bool], tuple[Ints, Array]] = {}
+        self._scans: dict[tuple[int, ...], CostTables] = {}
 
     def drafts(self, survival: float, blind: bool = False) -> tuple[Ints, Array]:
         """Tokens committed and seconds after the exit of rounds that exit anywhere, `(row, layer)` each; kept.
@@ -117,7 +118,10 @@ class RoundOutcomes:
             thresholds: Least probability to exit with at each.
         """
         places = [self.layers.index(layer) for layer in candidates]
-        scan = CostTables(self.costs, candidates, self.table.max_context, 1)
+        key = tuple(candidates)
+        if key not in self._scans:
+            self._scans[key] = CostTables(self.costs, key, self.table.max_context, 1)
+        scan = self._scans[key]
         ask, draw = scan.decision(self.features), self._tables.choose
         rows = np.arange(len(self._run))
         tokens, seconds = np.ones(rows.size, dtype=np.int64), np.zeros(rows.size)
@@ -139,9 +143,8 @@ class RoundOutcomes:
     def _follow(self, model: AcceptanceModel, k: int, layer: int) -> None:
         """Forecasts of the layer at every row, and along every draft that begins there."""
         table, n_rows = self.table, len(self._run)
-        rows, here = np.arange(n_rows), np.full(n_rows, k)
-        scanning = self._observe(rows, layer, None, None, 0)
-        self.scanned[:, k] = model.probability(scanning, np.zeros(n_rows, dtype=np.bool_), here)
+        rows = np.arange(n_rows)
+        self._keep(model, k, 0, self._observe(rows, layer, None, None, 0))
         branch_of, branches = table.branch_of(layer), table.branches
         for i in range(1, self.max_draft):
             row = np.minimum(rows + i, self._last_row)
@@ -152,8 +155,15 @@ class RoundOutcomes:
             if branches is not None and astray.size:
                 place = np.minimum(i - self._run[astray, k] - 1, branches.length[branch] - 1)
                 seen[astray] = self._observe(branch, layer, place, branches, i)
-            odds = model.log_odds(seen, np.ones(n_rows, dtype=np.bool_), here)
-            self._falls[i - 1, :, k] = -np.logaddexp(0, -odds)
+            self._keep(model, k, i, seen)
+
+    def _keep(self, model: AcceptanceModel, k: int, i: int, seen: npt.NDArray[np.float32]) -> None:
+        """Keep what is made of what a layer sees `i` positions into drafts, `(row, feature)`; 0 is the scan."""
+        drafting, here = np.full(len(seen), i > 0), np.full(len(seen), k)
+        if i == 0:
+            self.scanned[:, k] = model.probability(seen, drafting, here)
+        else:
+            self._falls[i - 1, :, k] = -np.logaddexp(0, -model.log_odds(seen, drafting, here))
 
     def _observe(
         self, rows: Ints, layer: int, place: Ints | None, source: object, drafted: int
@@ -184,6 +194,10 @@ class RoundOutcomes:
             so_far += falls
             going &= so_far >= least
             length += going
+        return self._brought(length, blind)
+
+    def _brought(self, length: Ints, blind: bool) -> tuple[Ints, Array]:
+        """Tokens and seconds of drafts that the policy would end at these lengths, `(row, layer)` each."""
         length = np.minimum(length, np.maximum(self._cap, 1)[:, None])
         ends = length >= self._eos_at
         length = np.where(ends, self._eos_at, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lede.run_folder import RunFolder
+from lede.stopwatch import Stopwatch
 from lede.training import TrainConfig, as_json
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def train_thresholds(
     folder = RunFolder(config.out)
     if folder.used:
         raise ValueError(f"{config.out} holds a run already, and a search has nothing to resume: give another folder")
+    watch = Stopwatch(folder.path)
     buffer = open_store(config.buffer) if buffer is None else buffer
     if validation is None and config.validation is not None:
         validation = open_store(config.validation)
@@ -68,6 +70,7 @@ def train_thresholds(
     resolved = {**data.description(), "candidates": list(settings.candidates), "speedup": speedup}
     folder.write_config({**as_json(config), "resolved": resolved, "versions": versions()})
     policy.save_pretrained(str(folder.policy))
+    watch.write()
     Console(quiet=not progress).print(
         f"{speedup:.2f}x plain, simulated, at layers {', '.join(map(str, settings.candidates))}; in {folder.policy}",
         soft_wrap=True,

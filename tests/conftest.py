@@ -10,10 +10,15 @@ NEEDS = {
         *("lede/test_replay_buffer.py", "lede/test_off_policy.py", "lede/test_evaluation.py", "lede/test_sweep.py"),
         *("lede/test_wall_clock.py", "test_demo.py", "test_readme.py"),
     ),
-    "gymnasium": ("envs/*", "collectors/*", "lede/test_simulation.py"),
+    "gymnasium": ("envs/*", "collectors/*", "lede/test_simulation.py", "lede/test_threshold_fit.py"),
     "zarr": (
         *("buffers/*", "collectors/*", "envs/*", "lede/test_simulation.py", "lede/test_round_behaviour.py"),
         *("lede/test_evaluation.py", "lede/test_off_policy.py", "lede/test_wall_clock.py"),
+        "lede/test_threshold_fit.py",
+    ),
+    "rouge_score": (
+        *("lede/test_bench.py", "lede/test_bench_report.py", "lede/test_bench_rows.py"),
+        *("lede/test_comparison.py", "lede/test_text_overlap.py"),
     ),
 }
 

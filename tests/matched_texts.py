@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -50,3 +52,23 @@ def random_texts(
         match[:, -1] = True
         texts.append(matched_text(match, ends, int(rng.integers(1, 9)), index, seed))
     return texts
+
+
+def with_branches(text: PromptTrace, seed: int, depth: int) -> PromptTrace:
+    """Some wrong drafts followed on, each for its own number of positions up to `depth`."""
+    rng = np.random.default_rng((seed, text.prompt_index))
+    row, column = (text.match[:, :-1] == 0).nonzero()
+    kept = rng.random(row.size) < 0.3
+    row, column, n = row[kept], column[kept], int(kept.sum())
+    top1 = -rng.exponential(0.6, (n, depth)).astype(np.float32)
+    return replace(
+        text,
+        branch_row=row.astype(np.int32),
+        branch_layer=(column + 1).astype(np.int16),
+        branch_length=rng.integers(1, depth + 1, n).astype(np.int16),
+        branch_confidence=-2 * top1,
+        branch_entropy=-top1,
+        branch_top1=top1,
+        branch_top2=top1 - 1,
+        branch_token=np.zeros((n, depth, text.match.shape[1]), dtype=np.int32),
+    )

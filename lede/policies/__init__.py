@@ -4,17 +4,43 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lede.policies.base import ExitAt, LayerState, Policy, PolicyConfig, PreScan, PreScanState
+from lede.policies.ablated import AblatedConfig, AblatedPolicy
+from lede.policies.base import (
+    ExitAt,
+    LayerState,
+    Policy,
+    PolicyConfig,
+    PreScan,
+    PreScanState,
+    RoundReport,
+    Shadow,
+    SkipSublayers,
+)
+from lede.policies.conflayers import ConfLayersConfig, ConfLayersPolicy
+from lede.policies.draft_verify import DraftVerifyConfig, DraftVerifyPolicy
+from lede.policies.dynamic_exit_layer import DynamicExitLayerConfig, DynamicExitLayerPolicy
+from lede.policies.layer_skipping import LayerSkippingPolicy
 from lede.policies.learned import LearnedConfig, LearnedPolicy
 from lede.policies.random import RandomConfig, RandomPolicy
 from lede.policies.settings import settings_from_text
+from lede.policies.skip_search import SearchStep
 from lede.policies.static import StaticConfig, StaticPolicy
 from lede.policies.survival import SurvivalConfig, SurvivalPolicy
+from lede.policies.swift import SwiftConfig, SwiftPolicy
 from lede.policies.threshold import ThresholdConfig, ThresholdPolicy
 
 __all__ = [
     "POLICIES",
+    "AblatedConfig",
+    "AblatedPolicy",
+    "ConfLayersConfig",
+    "ConfLayersPolicy",
+    "DraftVerifyConfig",
+    "DraftVerifyPolicy",
+    "DynamicExitLayerConfig",
+    "DynamicExitLayerPolicy",
     "ExitAt",
+    "LayerSkippingPolicy",
     "LayerState",
     "LearnedConfig",
     "LearnedPolicy",
@@ -24,17 +50,35 @@ __all__ = [
     "PreScanState",
     "RandomConfig",
     "RandomPolicy",
+    "RoundReport",
+    "SearchStep",
+    "Shadow",
+    "SkipSublayers",
     "StaticConfig",
     "StaticPolicy",
     "SurvivalConfig",
     "SurvivalPolicy",
+    "SwiftConfig",
+    "SwiftPolicy",
     "ThresholdConfig",
     "ThresholdPolicy",
     "parse_policy",
 ]
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.kind: policy for policy in (StaticPolicy, ThresholdPolicy, RandomPolicy, LearnedPolicy, SurvivalPolicy)
+    policy.kind: policy
+    for policy in (
+        StaticPolicy,
+        ThresholdPolicy,
+        DraftVerifyPolicy,
+        DynamicExitLayerPolicy,
+        SwiftPolicy,
+        ConfLayersPolicy,
+        RandomPolicy,
+        LearnedPolicy,
+        SurvivalPolicy,
+        AblatedPolicy,
+    )
 }
 """Every policy by its kind."""
 

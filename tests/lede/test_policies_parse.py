@@ -26,7 +26,18 @@ def test_plain_is_no_policy() -> None:
 
 def test_every_kind_is_registered_under_its_name() -> None:
     assert {kind: policy.kind for kind, policy in POLICIES.items()} == {k: k for k in POLICIES}
-    assert set(POLICIES) == {"static", "threshold", "random", "learned", "survival"}
+    assert list(POLICIES) == [
+        "static",
+        "threshold",
+        "draft-verify",
+        "del",
+        "swift",
+        "conflayers",
+        "random",
+        "learned",
+        "survival",
+        "ablated",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,7 @@ def test_settings_are_read_by_type(text: str, config: object) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("statik", "policy 'statik' is neither a folder nor one of plain, static, threshold, random"),
+        ("statik", "policy 'statik' is neither a folder nor one of plain, static, threshold, draft-verify, del, swift"),
         ("runs/none/policy", "policy 'runs/none/policy' is neither a folder nor one of"),
         ("", "policy '' is neither"),
         (

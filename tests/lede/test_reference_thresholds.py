@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from lede.acceptance import AcceptanceModel
-from lede.buffers.records import PromptTrace
 from lede.cost_model import CostModel
 from lede.features import FeatureConfig
 from lede.generation import generate
@@ -24,7 +22,7 @@ from lede.reference_thresholds import (
 from lede.round_outcomes import RoundOutcomes
 from lede.simulation import simulate
 from lede.trace_table import TraceTable
-from tests.matched_texts import VOCAB_SIZE, random_texts
+from tests.matched_texts import VOCAB_SIZE, random_texts, with_branches
 from tests.planted_costs import AGAIN, BLOCKS, PLANTED
 from tests.tiny_models import N_LAYERS, plain_generate, prompt, tiny_model
 
@@ -33,30 +31,10 @@ CANDIDATES = (1, 3, 4)
 BUDGET, CAP = 24, 5
 
 
-def with_branches(text: PromptTrace, seed: int) -> PromptTrace:
-    """Some wrong drafts followed on, each for its own number of positions."""
-    rng = np.random.default_rng((seed, text.prompt_index))
-    row, column = (text.match[:, :-1] == 0).nonzero()
-    kept = rng.random(row.size) < 0.3
-    row, column, n = row[kept], column[kept], int(kept.sum())
-    top1 = -rng.exponential(0.6, (n, CAP - 1)).astype(np.float32)
-    return replace(
-        text,
-        branch_row=row.astype(np.int32),
-        branch_layer=(column + 1).astype(np.int16),
-        branch_length=rng.integers(1, CAP, n).astype(np.int16),
-        branch_confidence=-2 * top1,
-        branch_entropy=-top1,
-        branch_top1=top1,
-        branch_top2=top1 - 1,
-        branch_token=np.zeros((n, CAP - 1, text.match.shape[1]), dtype=np.int32),
-    )
-
-
 def a_table(branches: bool = False, n: int = 25, seed: int = 1) -> TraceTable:
     texts = random_texts(n, BUDGET, N_LAYERS, seed)
     if branches:
-        texts = [with_branches(text, seed) for text in texts]
+        texts = [with_branches(text, seed, CAP - 1) for text in texts]
     table = TraceTable.from_traces(texts, BUDGET, VOCAB_SIZE)
     assert (table.branches is not None) == branches
     return table
