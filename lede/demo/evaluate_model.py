@@ -156,8 +156,7 @@ def card(config: EvaluationConfig, result: dict[str, Any]) -> str:
         ends = f"{training['decay_tokens'] / 1e6:.1f} M of them in the final decay"
     loops = ""
     if "loops" in training:
-        part = training["loops"]
-        loops = f"; the last {part['steps']} steps had {part['texts']} own texts each, against loops"
+        loops = f"; then the mean of {training['loops']['mean_of']} checkpoints of runs against loops"
     shown = sorted({*range(1, layers // 2 + 1), *range(layers // 2 + 2, layers, 2)})
     rows = [f"| {e} | {result['agreement_text'][e - 1]:.3f} | {result['agreement_greedy'][e - 1]:.3f} |" for e in shown]
     curve = (
