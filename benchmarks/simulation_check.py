@@ -22,13 +22,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lede.atomic import write_atomically
-from lede.benchmark import PLAIN, TRANSFORMERS, Benchmark, lede_contender, transformers_contender
+from lede.bench_runs import PLAIN, TRANSFORMERS
+from lede.benchmark import Benchmark
 from lede.buffers.store import TraceStore, open_store
 from lede.checkpoint import versions
 from lede.contenders import check_contenders, parse_contenders
 from lede.cost_profile import CostProfile
+from lede.interleaving import lede_contender
 from lede.intervals import Bootstrap, Interval
 from lede.models import load_model
+from lede.rivals import Rival, rival_contender
 from lede.simulation import Simulation, simulate
 from lede.trace_table import TraceTable
 
@@ -95,7 +98,7 @@ def main(config: SimulationCheck) -> list[CheckedPolicy]:
     names = [PLAIN, AGAIN, *(each.name for each in contenders)]
     decoders = [lede_contender(model, PLAIN, None, budget), lede_contender(model, AGAIN, None, budget)]
     decoders += [lede_contender(model, each.name, each.policy, budget) for each in contenders]
-    benchmark = Benchmark(model, [transformers_contender(model, budget), *decoders])
+    benchmark = Benchmark(model, [rival_contender(model, Rival(TRANSFORMERS), budget), *decoders])
     prompts = [trace.prompt_ids.tolist() for trace in traces for _ in range(config.repeats)]
     with Progress(transient=True) as progress:
         task = progress.add_task("decoding", total=len(prompts))

@@ -1,51 +1,21 @@
-"""Speed, measured side by side: every contender decodes every prompt, interleaved, in rotating order.
+"""The demo's table: speeds, acceptance and exactness of contenders that decoded the same prompts side by side.
 
 Ratios are taken prompt by prompt and their median is reported, so a machine whose speed drifts does not decide. Times
-are of the whole call, prompt included, because that is all that transformers' `generate` can be asked for.
+are of the whole call, prompt included.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import torch
-
+from lede.bench_runs import PLAIN, TRANSFORMERS
 from lede.exactness import compare
-from lede.generation import generate
+from lede.interleaving import Contender, Decode, prepare, take_turns, warm_up
 from lede.models import EarlyExitModel
-from lede.policies import Policy
-from lede.statistics import Round
-
-TRANSFORMERS = "transformers"
-PLAIN = "plain"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One call on one prompt."""
-
-    token_ids: tuple[int, ...]
-    """New tokens."""
-    seconds: float
-    """Wall-clock of the call, prompt included."""
-    rounds: tuple[Round, ...] = ()
-    """Rounds after the prefill; none for transformers."""
-    decode_seconds: float | None = None
-    """Wall-clock after the prefill; None where the engine does not tell."""
-
-
-@dataclass(frozen=True)
-class Contender:
-    """Something that decodes a prompt."""
-
-    name: str
-    """What the table calls it."""
-    decode: Callable[[list[int]], Run]
-    """From prompt ids to a run."""
+from lede.statistics import weighted_mean
 
 
 @dataclass(frozen=True)
@@ -65,7 +35,7 @@ class BenchmarkRow:
     mean_accepted_length: float | None
     """Accepted tokens a round, pooled; the correction or bonus token is not counted."""
     mean_exit_layer: float | None
-    """Mean over drafted tokens."""
+    """Mean over tokens drafted at an exit layer."""
     exact: Literal["yes", "ties", "NO"]
     """Texts against transformers' plain greedy `generate`: equal, apart at numerical ties only, or wrong."""
     repetition: float
@@ -84,16 +54,20 @@ class Benchmark:
     model: EarlyExitModel
     contenders: Sequence[Contender]
     prompts: list[list[int]] = field(default_factory=list)
-    runs: dict[str, list[Run]] = field(default_factory=dict)
+    runs: dict[str, list[Decode]] = field(default_factory=dict)
 
     def measure(self, prompts: Sequence[list[int]], after_each: Callable[[], None] | None = None) -> None:
-        """Decode the prompts by every contender, after one warm-up each; call `after_each` after every prompt."""
-        for contender in self.contenders:
-            contender.decode(prompts[0])
+        """Decode the prompts by every contender, after one warm-up each; call `after_each` after every prompt.
+
+        Raises:
+            RuntimeError: A contender failed; a demo has no use for a part of its table.
+        """
+        warm_up(self.model, self.contenders, prompts[0])
         for number, prompt in enumerate(prompts):
-            turn = number % len(self.contenders)
-            for contender in [*self.contenders[turn:], *self.contenders[:turn]]:
-                self.runs.setdefault(contender.name, []).append(contender.decode(prompt))
+            for _, contender, done in take_turns(self.model, self.contenders, prepare(self.model, prompt), number):
+                if done.error is not None:
+                    raise RuntimeError(f"{contender.name} failed on prompt {number + 1}: {done.error}")
+                self.runs.setdefault(contender.name, []).append(done)
             self.prompts.append(prompt)
             if after_each is not None:
                 after_each()
@@ -129,7 +103,7 @@ class Benchmark:
             speedup_over_transformers=self._median(name, TRANSFORMERS) if TRANSFORMERS in self.runs else None,
             acceptance_rate=accepted / drafted if drafted else None,
             mean_accepted_length=accepted / len(rounds) if drafted else None,
-            mean_exit_layer=sum(r.drafted * (r.exit_layer or 0) for r in rounds) / drafted if drafted else None,
+            mean_exit_layer=weighted_mean([(r.exit_layer, r.drafted) for r in rounds if r.exit_layer is not None]),
             exact=self._verdict(name),
             repetition=statistics.fmean(repetition_share(run.token_ids) for run in runs),
         )
@@ -144,44 +118,6 @@ class Benchmark:
         if not apart:
             return "yes"
         return "ties" if all(divergence.tie for divergence in apart) else "NO"
-
-
-def lede_contender(model: EarlyExitModel, name: str, policy: Policy | None, max_new_tokens: int) -> Contender:
-    """Greedy decoding on lede's engine under a policy; None is plain decoding."""
-
-    def decode(prompt: list[int]) -> Run:
-        _synchronize(model)
-        start = time.perf_counter()
-        out = generate(model, input_ids=prompt, policy=policy, max_new_tokens=max_new_tokens)
-        new = tuple(out.sequences[0, len(prompt) :].tolist())
-        elapsed = time.perf_counter() - start
-        return Run(new, elapsed, out.rounds, out.stats.seconds.total - out.stats.seconds.prefill)
-
-    return Contender(name, decode)
-
-
-def transformers_contender(model: EarlyExitModel, max_new_tokens: int) -> Contender:
-    """Transformers' own plain greedy `generate` on the same model object."""
-
-    def decode(prompt: list[int]) -> Run:
-        ids = torch.tensor([prompt], device=model.device)
-        eos = list(model.eos_token_ids)
-        _synchronize(model)
-        start = time.perf_counter()
-        out = model.hf_model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=eos or None,
-            pad_token_id=eos[0] if eos else 0,
-            repetition_penalty=1.0,
-            no_repeat_ngram_size=0,
-        )
-        new = tuple(out[0, len(prompt) :].tolist())
-        return Run(new, time.perf_counter() - start)
-
-    return Contender(TRANSFORMERS, decode)
 
 
 def repetition_share(token_ids: Sequence[int], n: int = 4) -> float:
@@ -199,8 +135,3 @@ def as_json(benchmark: Benchmark) -> dict[str, Any]:
             for name, runs in benchmark.runs.items()
         },
     }
-
-
-def _synchronize(model: EarlyExitModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

@@ -26,6 +26,8 @@ _EXTRAS = {
     "d3rlpy": "train",
     "tensorboard": "train",
     "matplotlib": "train",
+    "rouge_score": "bench",
+    "sklearn": "bench",
     "gguf": "gguf",
     "accelerate": "gguf",
 }
@@ -52,6 +54,8 @@ COMMANDS: dict[str, Command] = {
     "deploy": Command("lede.deployment", "DeployConfig", "deploy", "decode prompts under a policy"),
     "profile": Command("lede.profiling", "ProfileConfig", "profile", "measure what decoding costs on this machine"),
     "evaluate": Command("lede.evaluation", "EvaluateConfig", "evaluate", "say how fast policies would be, and why"),
+    "bench": Command("lede.bench", "BenchConfig", "run_bench", "measure policies and rivals side by side"),
+    "compare": Command("lede.comparison", "CompareConfig", "compare", "say how two benchmark reports differ"),
     "buffer info": Command("lede.buffers.inspection", "InfoConfig", "show_info", "say what a store holds"),
     "env": Command("lede.environment", "EnvConfig", "show_environment", "print versions and devices for bug reports"),
 }

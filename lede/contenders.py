@@ -37,11 +37,17 @@ def parse_contenders(policies: Sequence[str], references: Sequence[str]) -> list
     from lede.policies import parse_policy
 
     texts = list(dict.fromkeys([*policies, *references]))
-    short = [_short(text) for text in texts]
     return [
-        Contender(name if short.count(name) == 1 else text, text, parse_policy(text), text in references)
-        for name, text in zip(short, texts, strict=True)
+        Contender(name, text, parse_policy(text), text in references)
+        for name, text in zip(short_names(texts), texts, strict=True)
     ]
+
+
+def short_names(texts: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
+    """What tables call policies: a folder by the name of its run, where no other policy is called that."""
+    short = [_short(text) for text in texts]
+    all_names = [*short, *taken]
+    return [name if all_names.count(name) == 1 else text for name, text in zip(short, texts, strict=True)]
 
 
 def _short(text: str) -> str:

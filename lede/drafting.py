@@ -27,6 +27,7 @@ from lede.policies.base import (
     NOTHING_OBSERVED,
     ExitAt,
     LayerState,
+    Plan,
     Policy,
     PreScan,
     PreScanState,
@@ -119,7 +120,7 @@ class Drafter:
         self.shadow = ShadowReader(model, shadow_layers) if shadow_layers else None
         self.run_layers = model.run_layers if self.shadow is None else self.shadow.run_layers
 
-    def choose_plan(self, remaining: int, n_tokens: int) -> PreScan | ExitAt | SkipSublayers:
+    def choose_plan(self, remaining: int, n_tokens: int) -> Plan:
         """Ask the policy for the plan of a round.
 
         Args:
@@ -134,7 +135,7 @@ class Drafter:
         )
         return self.policy.pre_scan(state)
 
-    def draft(self, ids: list[int], choice: PreScan | ExitAt | SkipSublayers, cap: int, cache: KVCache) -> Draft:
+    def draft(self, ids: list[int], choice: Plan, cap: int, cache: KVCache) -> Draft:
         """Draft at most `cap` tokens after `ids`, whose last token is not in the cache yet.
 
         Returns:

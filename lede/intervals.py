@@ -8,6 +8,7 @@ Source: percentile interval, B. Efron and R. J. Tibshirani, An Introduction to t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,10 +73,15 @@ class Bootstrap:
         self, tokens: npt.ArrayLike, seconds: npt.ArrayLike, over_tokens: npt.ArrayLike, over_seconds: npt.ArrayLike
     ) -> Interval:
         """The rate of one policy over that of another on the same prompts; `(prompt,)` each."""
-        columns = [np.asarray(each, dtype=np.float64) for each in (tokens, over_seconds, seconds, over_tokens)]
-        sums = self._sums(np.stack(columns, axis=1))
-        a, b, c, d = (float(column.sum()) for column in columns)
-        return self._interval(a * b / (c * d), sums[:, 0] * sums[:, 1], sums[:, 2] * sums[:, 3])
+        return self.products((tokens, over_seconds), (seconds, over_tokens))
+
+    def products(self, tops: Sequence[npt.ArrayLike], bottoms: Sequence[npt.ArrayLike]) -> Interval:
+        """A product of sums over prompts, divided by another such product; `(prompt,)` each."""
+        columns = [np.asarray(each, dtype=np.float64) for each in (*tops, *bottoms)]
+        resampled = self._sums(np.stack(columns, axis=1))
+        whole, n = np.array([column.sum() for column in columns]), len(tops)
+        value = whole[:n].prod() / whole[n:].prod()
+        return self._interval(value, resampled[:, :n].prod(axis=1), resampled[:, n:].prod(axis=1))
 
     def _sums(self, columns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Sums over resampled prompts, `(resample, column)`, of `(prompt, column)`."""

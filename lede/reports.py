@@ -71,16 +71,16 @@ def markdown(rows: Sequence[BenchmarkRow]) -> str:
 
 
 def coloured(tokenizer: Any, prompt: Sequence[int], first: int, rounds: Sequence[Round]) -> Text:
-    """A generated text whose accepted tokens are coloured by the layer that drafted them.
+    """A generated text whose accepted tokens are coloured by what drafted them: a layer, or the stack with gaps.
 
     Plain text was written by the whole model: the prompt, the first token, corrections and bonus tokens.
     """
-    layers = sorted({r.exit_layer for r in rounds if r.exit_layer is not None})
-    colour = {layer: _LAYER_COLOURS[i % len(_LAYER_COLOURS)] for i, layer in enumerate(layers)}
+    drafters = sorted({(r.exit_layer or 0, r.skipped) for r in rounds if r.drafted})
+    colour = {drafter: _LAYER_COLOURS[i % len(_LAYER_COLOURS)] for i, drafter in enumerate(drafters)}
     spans: list[tuple[int, str]] = [(len(prompt), "dim"), (1, "")]
     for r in rounds:
-        drafter = colour[r.exit_layer] if r.exit_layer is not None else ""
-        spans += [(r.accepted, drafter), (len(r.tokens) - r.accepted, "")]
+        style = colour[r.exit_layer or 0, r.skipped] if r.drafted else ""
+        spans += [(r.accepted, style), (len(r.tokens) - r.accepted, "")]
     ids = [*prompt, first, *(token for r in rounds for token in r.tokens)]
     text, end, shown = Text(), 0, ""
     for n_tokens, style in spans:
@@ -91,8 +91,8 @@ def coloured(tokenizer: Any, prompt: Sequence[int], first: int, rounds: Sequence
         text.append(so_far[len(shown) :], style=style)
         shown = so_far
     text.append("\n\ndrafted at layer: ", style="dim")
-    for layer in layers:
-        text.append(f"{layer} ", style=colour[layer])
+    for layer, skipped in drafters:
+        text.append(f"without {skipped} sublayers " if skipped else f"{layer} ", style=colour[layer, skipped])
     return text
 
 

@@ -12,7 +12,7 @@ from lede.cache import KVCache
 from lede.decoding import Decoder
 from lede.drafting import Draft, Drafter
 from lede.features import FeatureConfig
-from lede.policies.base import ExitAt, LayerState, Policy, PreScan, PreScanState
+from lede.policies.base import ExitAt, LayerState, Plan, Policy, PreScan, PreScanState
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Witness(Policy):
 class WitnessDrafter(Drafter):
     """Tells the witness what was drafted, once it is."""
 
-    def draft(self, ids: list[int], choice: PreScan | ExitAt, cap: int, cache: KVCache) -> Draft:
+    def draft(self, ids: list[int], choice: Plan, cap: int, cache: KVCache) -> Draft:
         draft = super().draft(ids, choice, cap, cache)
         assert isinstance(self.policy, Witness)
         seen = self.policy.rounds[-1]

@@ -1,11 +1,12 @@
 """Second part of the demo model's recipe: greedy text that does not loop.
 
-A small model that decodes greedily falls into loops, and a looping text flatters every figure of early exit: all layers
-agree on it. Starting from the end of ``lede.demo.train_model``, every step has real text, loops made of real text (a
-passage that comes again and again, arXiv 2206.02369), and the model's own greedy text. In the latter two, tokens that
-complete an n-gram already seen are made less likely (unlikelihood, arXiv 1908.04319), while a random exit is distilled
-towards the last layer on the own text, on which it will be read. Every run unlearns the loops that it meets, takes up
-others and damages the rest; the mean of several runs keeps what they have in common. Writes the same files as the first part, to a folder of its own.
+A small model that decodes greedily falls into loops, and a looping text flatters every figure of early exit: all
+layers agree on it. Starting from the end of ``lede.demo.train_model``, every step has real text, loops made of real
+text (a passage that comes again and again, arXiv 2206.02369), and the model's own greedy text. In the latter two,
+tokens that complete an n-gram already seen are made less likely (unlikelihood, arXiv 1908.04319), while a random exit
+is distilled towards the last layer on the own text, on which it will be read. Every run unlearns the loops that it
+meets, takes up others and damages the rest; the mean of several runs keeps what they have in common. Writes the same
+files as the first part, to a folder of its own.
 """
 
 import copy

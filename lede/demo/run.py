@@ -20,23 +20,18 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lede.benchmark import (
-    PLAIN,
-    Benchmark,
-    Contender,
-    as_json,
-    lede_contender,
-    repetition_share,
-    transformers_contender,
-)
+from lede.bench_runs import PLAIN, TRANSFORMERS
+from lede.benchmark import Benchmark, as_json, repetition_share
 from lede.buffers import TraceStore
 from lede.checkpoint import versions
 from lede.demo.learning import RUNS, STORES, Effort, gather, learn, price
 from lede.features import default_candidates
+from lede.interleaving import Contender, lede_contender
 from lede.models import EarlyExitModel, load_model
 from lede.policies import Policy, StaticPolicy
 from lede.prompts import encode_prompts
 from lede.reports import LEGEND, coloured, markdown, plot_agreement, plot_speed, table
+from lede.rivals import Rival, rival_contender
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
@@ -205,7 +200,7 @@ def _measure(
     """Everyone on the held-out prompts, in one interleaved run."""
     budget = sizes.effort.max_new_tokens
     contenders = [
-        transformers_contender(model, budget),
+        rival_contender(model, Rival(TRANSFORMERS), budget),
         lede_contender(model, PLAIN, None, budget),
         *(lede_contender(model, name, policy, budget) for name, policy in policies.items()),
     ]

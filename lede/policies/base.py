@@ -93,6 +93,10 @@ class SkipSublayers:
             )
 
 
+Plan = PreScan | ExitAt | SkipSublayers
+"""What the pre-scan may answer."""
+
+
 @dataclass(frozen=True)
 class Shadow:
     """What layers would have drafted at the positions of a round whose prefix is the text."""
@@ -302,7 +306,7 @@ class Policy(ABC):
     def between_rounds(self, probe: TextProbe) -> None:  # noqa: B027  most policies search nothing
         """Between two rounds of a text, after `verified`, while `searches`; the time is booked as "search"."""
 
-    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt | SkipSublayers:
+    def pre_scan(self, state: PreScanState) -> Plan:
         """Decide before any head read: skip, scan, or draft blind from a plan. The paper always scans."""
         return PreScan.SCAN
 

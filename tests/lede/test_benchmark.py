@@ -7,28 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from lede.benchmark import (
-    PLAIN,
-    TRANSFORMERS,
-    Benchmark,
-    Contender,
-    Run,
-    as_json,
-    lede_contender,
-    repetition_share,
-    transformers_contender,
-)
+from lede.bench_runs import PLAIN, TRANSFORMERS
+from lede.benchmark import Benchmark, as_json, repetition_share
 from lede.exactness import compare
+from lede.interleaving import Call, Contender, Decode, lede_contender
 from lede.models import load_model
 from lede.policies import StaticPolicy
 from lede.reports import coloured, markdown, plot_agreement, plot_speed, table
+from lede.rivals import Rival, rival_contender
 from lede.statistics import Round
 from tests.tiny_models import plain_generate, prompt, tiny_model
 
 
 def fixed(name: str, seconds: dict[int, float], rounds: tuple[Round, ...] = ()) -> Contender:
     """Answers prompts of one token with 4 tokens, in the given seconds."""
-    return Contender(name, lambda ids: Run((1, 2, 3, 4), seconds[ids[0]], rounds))
+    return Contender(name, lambda call: Decode((1, 2, 3, 4), 0.0, seconds[call.ids[0]], rounds))
 
 
 def test_ratios_are_medians_of_pairs() -> None:
@@ -58,8 +51,11 @@ def test_ratios_are_medians_of_pairs() -> None:
 
 def test_prompts_answered_by_one_token_decode_nothing() -> None:
     """They are left out of the ratios, and nothing is divided when there is no other."""
-    one = Contender(PLAIN, lambda ids: Run((1,) if ids[0] == 5 else (1, 2), 4.0))
-    other = Contender("other", lambda ids: Run((1,) if ids[0] == 5 else (1, 2), 1.0 if ids[0] == 5 else 2.0))
+
+    def answering(name: str, seconds: dict[int, float]) -> Contender:
+        return Contender(name, lambda c: Decode((1,) if c.ids[0] == 5 else (1, 2), 0.0, seconds[c.ids[0]]))
+
+    one, other = answering(PLAIN, {5: 4.0, 6: 4.0}), answering("other", {5: 1.0, 6: 2.0})
     benchmark = Benchmark(tiny_model("llama"), [one, other])
     benchmark.measure([[5]])
     assert [row.speedup for row in benchmark.rows()] == [None, None]
@@ -71,9 +67,9 @@ def test_order_rotates() -> None:
     calls: list[str] = []
 
     def recording(name: str) -> Contender:
-        def decode(ids: list[int]) -> Run:
+        def decode(call: Call) -> Decode:
             calls.append(name)
-            return Run((1,), 1.0)
+            return Decode((1,), 0.0, 1.0)
 
         return Contender(name, decode)
 
@@ -81,16 +77,24 @@ def test_order_rotates() -> None:
     assert calls == ["a", "b", *("a", "b"), *("b", "a")]  # warm-up first
 
 
+def test_a_contender_that_fails_ends_it() -> None:
+    def decode(call: Call) -> Decode:
+        raise ValueError("no such layer")
+
+    with pytest.raises(RuntimeError, match="odd failed on prompt 1: ValueError: no such layer"):
+        Benchmark(tiny_model("llama"), [Contender("odd", decode)]).measure([[1]])
+
+
 def test_verdicts_on_a_real_model() -> None:
     model = tiny_model("llama")
     wanted = plain_generate(model, prompt(0, 5), 12)
     wrong = [*wanted[:7], (wanted[7] + 1) % 128, *wanted[8:]]
     contenders = [
-        transformers_contender(model, 12),
+        rival_contender(model, Rival(TRANSFORMERS), 12),
         lede_contender(model, PLAIN, None, 12),
         lede_contender(model, "static", StaticPolicy(exit_layer=3, draft_length=3), 12),
-        Contender("wrong", lambda ids: Run(tuple(wrong), 1.0)),
-        Contender("short", lambda ids: Run(tuple(wanted[:5]), 1.0)),
+        Contender("wrong", lambda call: Decode(tuple(wrong), 0.0, 1.0)),
+        Contender("short", lambda call: Decode(tuple(wanted[:5]), 0.0, 1.0)),
     ]
     benchmark = Benchmark(model, contenders)
     benchmark.measure([prompt(0, 5)])
@@ -165,3 +169,13 @@ def test_coloured_text_is_the_whole_text() -> None:
     assert shown.plain.startswith(text)
     assert "\ufffd" not in shown.plain
     assert "drafted at layer: 2 3" in shown.plain
+
+
+def test_coloured_text_of_drafts_with_gaps() -> None:
+    model = load_model("demo")
+    ids = model.tokenizer("def f(x):\n    return x\n")["input_ids"]
+    rounds = [Round((token,), 1, 1, None if i % 2 else 3, 5 * (i % 2)) for i, token in enumerate(ids[3:])]
+    shown = coloured(model.tokenizer, ids[:2], ids[2], [*rounds, Round((ids[0],), 0, 0, None)])
+    assert shown.plain.endswith("drafted at layer: without 5 sublayers 3 ")
+    styles = {str(span.style) for span in shown.spans}
+    assert len(styles - {"dim", ""}) == 2

@@ -22,7 +22,7 @@ from lede.features import DEFAULT_FEATURES, WALL_CLOCK_FEATURES, FeatureConfig
 from lede.models import EarlyExitModel
 from lede.observer import Observer
 from lede.policies import LearnedPolicy, Policy, StaticPolicy
-from lede.policies.base import ExitAt, LayerState, PreScan, PreScanState
+from lede.policies.base import ExitAt, LayerState, Plan, PreScan, PreScanState
 from lede.profiling import ProfileConfig, profile
 from lede.verification import Chooser, TorchSource, Warp
 from tests.planted_costs import PLANTED, Clock, head_cost, layers_cost, planted_model, reading_cost
@@ -101,9 +101,9 @@ def test_derived_facts(clock: Clock, tmp_path: Path) -> None:
 class Recorder(Drafter):
     """Keeps the plan and the draft of the last round."""
 
-    last: tuple[PreScan | ExitAt, Draft] | None = None
+    last: tuple[Plan, Draft] | None = None
 
-    def draft(self, ids: list[int], choice: PreScan | ExitAt, cap: int, cache: KVCache) -> Draft:
+    def draft(self, ids: list[int], choice: Plan, cap: int, cache: KVCache) -> Draft:
         draft = super().draft(ids, choice, cap, cache)
         self.__class__.last = choice, draft
         return draft

@@ -15,7 +15,7 @@ from lede.decoding import Decoder
 from lede.drafting import Draft, Drafter
 from lede.features import FEATURES, FeatureConfig
 from lede.policies import LearnedPolicy
-from lede.policies.base import ExitAt, PreScan
+from lede.policies.base import ExitAt, Plan, SkipSublayers
 from lede.verification import Chooser, TorchSource, Warp
 from tests.recorded_rounds import Witness, WitnessDecoder
 from tests.tiny_models import plain_generate, prompt, tiny_model
@@ -57,8 +57,9 @@ class Watcher(Drafter):
 
     plans: ClassVar[Counter[str]] = Counter()
 
-    def draft(self, ids: list[int], choice: PreScan | ExitAt, *rest: object) -> Draft:
+    def draft(self, ids: list[int], choice: Plan, *rest: object) -> Draft:
         draft = super().draft(ids, choice, *rest)  # type: ignore[arg-type]
+        assert not isinstance(choice, SkipSublayers)  # learned policies draft from exits alone
         self.plans["blind" if isinstance(choice, ExitAt) else choice.value] += 1
         self.plans["drafted"] += bool(draft.tokens)
         return draft

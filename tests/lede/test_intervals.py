@@ -45,6 +45,13 @@ def test_the_speedup_is_a_ratio_of_rates() -> None:
     assert (found.lower, found.upper) == pytest.approx((4, 4))
 
 
+def test_a_ratio_of_products_of_sums() -> None:
+    found = Bootstrap(3).products(([2, 4, 6], [3, 3, 3], [1, 2, 3]), ([1, 2, 3],))
+    assert found.value == pytest.approx(12 * 9 * 6 / 6)
+    assert found.lower < found.value < found.upper
+    assert Bootstrap(3).products(([2, 4, 6],), ([1, 2, 3],)).upper == pytest.approx(2)
+
+
 def test_the_seed_decides() -> None:
     rng = np.random.default_rng(0)
     top, bottom = rng.exponential(1, 30), rng.exponential(1, 30)

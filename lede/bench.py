@@ -1,0 +1,183 @@
+"""`lede bench`: every contender on every prompt, side by side, and one table of what came out.
+
+All that is measured goes to files as it comes (`lede.bench_runs`), so the same command resumes a run that was stopped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from lede.prompts import Chat
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lede.bench_runs import Setup
+    from lede.models import EarlyExitModel
+    from lede.suites import Suite
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Settings of a benchmark."""
+
+    out: Path
+    """Folder of everything it writes; the same command resumes a run that was stopped."""
+    model: str = "demo"
+    """Model: demo, a folder, a hub id, or a .gguf file."""
+    suite: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Prompts: demo (unless given), or FORMAT:FILE with the format spec-bench, humaneval, gsm8k, cnn-dm, xsum, lm or
+    jsonl; give it again for more."""
+    policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A contender: a folder, NAME (tuned on validation prompts), NAME:key=value;key=value, or one of transformers' own,
+    assistant-early-exit or prompt-lookup; give it again for more."""
+    preset: Literal["ablation", "transfer", "window"] | None = None
+    """A set of contenders: parts of a learned policy taken away, what is found on the first suite frozen on the others,
+    or windows and measures of ConfLayers."""
+    sweep: Literal["static"] | None = None
+    """Also decode with the best static settings of the validation prompts, for the best in hindsight."""
+    n_prompts: int | None = None
+    """Test prompts of each suite, over all of its categories; all unless given."""
+    max_new_tokens: int = 128
+    """Budget of new tokens a prompt."""
+    temperature: float = 0.0
+    """0 decodes greedily; above 0 samples."""
+    repeats: int = 1
+    """Times that every prompt is decoded by everybody."""
+    validation_prompts: int = 16
+    """Prompts of each suite that contenders are tuned on; they are never timed."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts are left out; those without room for the new tokens are in any case."""
+    chat: Chat = "auto"
+    """Whether prompts go through the chat template; `auto` is on for prompts from `turns`."""
+    seed: int = 0
+    """Seed of the choice of prompts, of tuning and of the tokens drawn."""
+    device: str | None = None
+    """Device, such as cuda; the CPU unless given."""
+    dtype: str | None = None
+    """Dtype of the weights, such as bfloat16; float32 on the CPU unless given."""
+    threads: int | None = None
+    """Threads of torch on the CPU; as many as it takes by itself unless given."""
+    profile_repeats: int = 11
+    """Times that each operation is measured for the cost profile, from which the modelled speedup comes."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_prompts", "max_new_tokens", "repeats", "max_prompt_tokens", "threads", "profile_repeats"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("validation_prompts", "seed", "temperature"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not self.policy and self.preset is None and self.sweep is None:
+            raise ValueError("give at least one contender, as --policy, --sweep or --preset")
+
+    @property
+    def suites(self) -> tuple[str, ...]:
+        """The suites, each once."""
+        return tuple(dict.fromkeys(self.suite)) or ("demo",)
+
+
+def run_bench(config: BenchConfig, model: EarlyExitModel | None = None) -> dict[str, Any]:
+    """Run a benchmark, or the rest of one, and print its tables; returns what report.json holds.
+
+    Args:
+        config: Settings.
+        model: A model to use instead of loading `config.model`.
+
+    Raises:
+        ImportError: A package of the extra `bench` is not installed.
+        ValueError: The model, a suite, a policy or the folder can't be used.
+    """
+    import torch
+    from rich.console import Console
+
+    from lede.bench_lineup import check_fit, contender_names
+    from lede.bench_plots import write_plots
+    from lede.bench_progress import Notes
+    from lede.bench_report import terminal, write_report
+    from lede.bench_setup import line_up, open_folder, price
+    from lede.models import load_model
+
+    _check_packages()
+    texts = (*config.policy, *(["static"] if config.sweep == "static" else []))
+    names = contender_names(texts)
+    console = Console()
+    model = load_model(config.model, config.device, config.dtype) if model is None else model
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    check_fit(model, list(names))
+    suites = _load_suites(config, model)
+    setup = open_folder(config, model, suites)
+    try:
+        with Notes(console) as notes:
+            for suite in suites:
+                left_out = f", {suite.too_long} left out for their length" if suite.too_long else ""
+                notes.say(f"{suite.name}: {len(suite.test)} test, {len(suite.validation)} validation prompts{left_out}")
+            setup = price(config, model, suites, setup, notes.tell)
+            setup = line_up(config, model, suites, names, setup, notes.tell)
+        for suite in suites:
+            setup = _decode(config, model, suite, setup, console)
+    except KeyboardInterrupt:
+        console.print(
+            f"stopped; {config.out} keeps what was measured, and the same command goes on from there", soft_wrap=True
+        )
+        raise
+    report = write_report(config.out)
+    plots = write_plots(config.out, report)
+    console.print(terminal(report))
+    files = ", ".join(["report.md", *(path.name for path in plots)])
+    console.print(f"{config.out / 'report.json'}, {files}", soft_wrap=True, highlight=False)
+    return report
+
+
+def _check_packages() -> None:
+    """Raise ImportError before anything is measured when the report could not be written in the end."""
+    for package in ("rouge_score", "matplotlib"):
+        if find_spec(package) is None:
+            raise ImportError(f"a benchmark's report needs {package}: pip install 'lede-rl[bench]'", name=package)
+
+
+def _decode(config: BenchConfig, model: EarlyExitModel, suite: Suite, setup: Setup, console: Console) -> Setup:
+    """Decode what is missing of a suite, then tell how early its plain texts could have been foretold."""
+    from lede.bench_decoding import SuiteRun
+    from lede.bench_lineup import Decoding, entrant
+    from lede.bench_log import RunLog
+    from lede.bench_runs import write_setup
+    from lede.layer_agreement import layer_agreement
+
+    decoding = Decoding(config.max_new_tokens, config.temperature, config.seed)
+    found = [entrant(model, each, decoding, config.out) for each in setup.contenders if each.suite == suite.name]
+    with RunLog(config.out) as log:
+        run = SuiteRun(model, suite, found, decoding, log)
+        run.decode(config.repeats, console)
+    at = [each.name for each in setup.suites].index(suite.name)
+    if not setup.suites[at].agreement:
+        changed = replace(setup.suites[at], agreement=layer_agreement(model, run.plain_texts()) or ())
+        setup = replace(setup, suites=(*setup.suites[:at], changed, *setup.suites[at + 1 :]))
+        write_setup(config.out, setup)
+    return setup
+
+
+def _load_suites(config: BenchConfig, model: EarlyExitModel) -> list[Suite]:
+    """The suites, with names of their own."""
+    from lede.suites import load_suite
+
+    room = model.max_positions - config.max_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the model's {model.max_positions} "
+            "positions; lower it"
+        )
+    limit = min(room, config.max_prompt_tokens or room)
+    suites = [
+        load_suite(spec, model.tokenizer, config.chat, config.n_prompts, config.validation_prompts, limit, config.seed)
+        for spec in config.suites
+    ]
+    names = [suite.name for suite in suites]
+    return [suite if names.count(suite.name) == 1 else replace(suite, name=suite.spec) for suite in suites]
