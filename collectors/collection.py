@@ -23,6 +23,7 @@ from lede.models import EarlyExitModel, load_model
 from lede.policies import Policy, parse_policy
 from lede.prompts import DEFAULT_PROMPTS, Chat, check_lengths, encode_prompts, load_prompts
 from lede.rewards import RewardConfig
+from lede.stopwatch import Stopwatch
 from lede.verification import Warp
 
 Collector = Literal["rollout", "teacher"]
@@ -147,13 +148,18 @@ def collect(config: CollectConfig, model: EarlyExitModel | None = None, prompts:
     explorer = _explorer(config, model, rules, policy, episodes)
     settings = _settings(config, model, rules, ids, policy, episodes)
     console = Console()
+    watch = Stopwatch(config.out)
     writer = StoreWriter.open(config.out, settings, shard_prompts=config.shard_prompts)
+    n_before = n_done = len(writer.done)
     try:
         with writer, CollectProgress(episodes, sum(i < episodes for i in writer.done), console) as progress:
             waiting = [(i, ids[i % len(ids)]) for i in range(episodes) if i not in writer.done]
             for record in _records(config, model, waiting, rules, explorer, progress):
                 writer.add(record)
                 progress.prompt()
+                if len(writer.done) > n_done:  # a shard was committed: its seconds are as safe as it is
+                    n_done = len(writer.done)
+                    watch.write()
     except KeyboardInterrupt:
         console.print(
             f"interrupted; {len(writer.done)} prompts are safe in {config.out}. "
@@ -162,6 +168,9 @@ def collect(config: CollectConfig, model: EarlyExitModel | None = None, prompts:
             soft_wrap=True,
         )
         raise
+    finally:
+        if len(writer.done) > n_before:
+            watch.write()
     return config.out
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from lede.envs import Decision, Row, Rules
 from lede.features import RECENT_ROUNDS, FeatureConfig
 from lede.models import EarlyExitModel
-from lede.policies import ExitAt, LayerState, Policy, PreScan, PreScanState
+from lede.policies import ExitAt, LayerState, Policy, PreScan, PreScanState, SkipSublayers
 from lede.rewards import CONTINUE, EXIT
 from lede.seeding import Purpose, numpy_stream
 
@@ -73,7 +73,7 @@ class Actor:
         answer = self.policy.pre_scan(
             PreScanState(row.trace.value(), acceptance, self._since_draft, remaining, n_tokens)
         )
-        if isinstance(answer, ExitAt):
+        if isinstance(answer, (ExitAt, SkipSublayers)):
             return self._explorer.check_plan(answer)
         return None if answer is PreScan.SCAN else NO_EXIT
 
@@ -142,12 +142,16 @@ class Explorer:
             values["confidence"] = row.surprisal  # C_1 is -log of the top-1 probability
         return features.observe(values, *self._sizes)
 
-    def check_plan(self, plan: ExitAt) -> int:
+    def check_plan(self, plan: ExitAt | SkipSublayers) -> int:
         """The layer of a plan.
 
         Raises:
-            ValueError: It is no candidate of the rollout.
+            ValueError: It is no candidate of the rollout, or the plan has gaps.
         """
+        if isinstance(plan, SkipSublayers):
+            raise ValueError(
+                "the policy drafts with gaps, which is no exit that a rollout could record; follow a policy of exits"
+            )
         if plan.exit_layer not in self.rules.candidates:
             raise ValueError(
                 f"the policy drafts at layer {plan.exit_layer}, which is none of the candidates "
@@ -173,7 +177,7 @@ class Explorer:
         if policy.features is not None:
             self._check_features(policy.features)
         answer = self._fresh(policy, 0).pre_scan(PreScanState(0.0, None, 0, self.rules.max_new_tokens, 1))
-        if isinstance(answer, ExitAt):  # better now than in the middle of a collection
+        if isinstance(answer, (ExitAt, SkipSublayers)):  # better now than in the middle of a collection
             self.check_plan(answer)
 
     def _check_features(self, features: FeatureConfig) -> None:

@@ -37,7 +37,7 @@ class BenchConfig:
     """A contender: a folder, NAME (tuned on validation prompts), NAME:key=value;key=value, or one of transformers' own,
     assistant-early-exit or prompt-lookup; give it again for more."""
     preset: Literal["ablation", "transfer", "window"] | None = None
-    """A set of contenders: parts of a learned policy taken away, what is found on the first suite frozen on the others,
+    """A set of contenders: parts of a learned policy taken away, what is found on each suite frozen on all of them,
     or windows and measures of ConfLayers."""
     sweep: Literal["static"] | None = None
     """Also decode with the best static settings of the validation prompts, for the best in hindsight."""

@@ -104,7 +104,7 @@ class Cost:
     training_seconds: float = 0.0
     """Seconds of training or fitting."""
     evaluations: int = 0
-    """Settings that were tried on the validation prompts."""
+    """Settings times prompts that were decoded or played."""
     note: str = ""
     """What the figures leave out, if anything."""
 

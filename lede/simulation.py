@@ -12,7 +12,7 @@ import numpy.typing as npt
 from lede.cost_model import CostModel
 from lede.cost_tables import CostTables
 from lede.draft_rounds import DraftRounds, Stage
-from lede.policies.base import BLIND, ExitAt, LayerState, Policy, PreScan, PreScanState
+from lede.policies.base import BLIND, ExitAt, LayerState, Policy, PreScan, PreScanState, SkipSublayers
 from lede.policies.learned import LearnedPolicy
 from lede.policies.static import StaticPolicy
 from lede.policies.survival import SurvivalPolicy
@@ -203,6 +203,11 @@ def _one_by_one(policy: Policy) -> Decide:
         for i in np.flatnonzero(lanes.stage != Stage.DONE).tolist():
             if lanes.stage[i] == Stage.PRE_SCAN:
                 choice = policy.pre_scan(_before(lanes, i, observations[i]))
+                if isinstance(choice, SkipSublayers):
+                    raise ValueError(
+                        f"the {policy.kind} policy drafts with gaps; traces know exits alone and can't tell what such "
+                        "a draft would say"
+                    )
                 if isinstance(choice, ExitAt) and choice.exit_layer not in places:
                     raise ValueError(
                         f"the {policy.kind} policy drafts at layer {choice.exit_layer}, which is none of the "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lede.features import WALL_CLOCK_FEATURES
 from lede.run_folder import RunFolder
+from lede.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from lede.buffers.store import TraceStore, TransitionStore
@@ -203,6 +204,7 @@ def train(
     folder = RunFolder(config.out)
     if folder.used and not config.resume:
         raise ValueError(f"{config.out} holds a run already: resume it, or give another folder")
+    watch = Stopwatch(folder.path)
     if buffer is None:
         buffer = open_store(config.buffer)
     if validation is None and config.validation is not None:
@@ -215,7 +217,7 @@ def train(
     if saved is not None:
         _check_resumable(config, data.digest, saved, config.out)
     folder.create()
-    run = TrainingRun(config, data, folder, saved)
+    run = TrainingRun(config, data, folder, saved, watch)
     folder.write_config(run.description())
     run.learn(progress)
     policy = run.policy()

@@ -77,7 +77,7 @@ class TrainingData:
 
     def description(self) -> dict[str, Any]:
         """What was settled, as JSON values."""
-        return {"objective": "paper"}
+        return {"objective": "paper", "validation_prompts": len(self.validation)}
 
     def score(self, policy: LearnedPolicy) -> GreedyScore:
         """The policy on the validation text; in seconds too if there is a cost profile."""

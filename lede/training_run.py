@@ -21,6 +21,7 @@ from lede.q_network import Layers
 from lede.rewards import CONTINUE, EXIT
 from lede.run_folder import RunFolder
 from lede.seeding import Purpose, numpy_stream, torch_stream
+from lede.stopwatch import Stopwatch
 from lede.training import TrainConfig, as_json, fixed_settings
 from lede.training_data import TrainingData
 from lede.wall_clock_data import WallClockData
@@ -37,6 +38,7 @@ class TrainingRun:
         data: Transitions and what to score on.
         folder: Where checkpoints and the curve go.
         saved: A checkpoint to go on from; None starts anew.
+        watch: Runs since the run was asked for; None for from now on.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class TrainingRun:
         data: TrainingData | WallClockData,
         folder: RunFolder,
         saved: dict[str, Any] | None = None,
+        watch: Stopwatch | None = None,
     ) -> None:
         self.config, self.data, self.folder = config, data, folder
+        self._watch = watch or Stopwatch(folder.path)
         self.step = 0
         self._rng = numpy_stream(config.seed, Purpose.TRAINING)
         seed = torch_stream(config.seed, Purpose.TRAINING).initial_seed()
@@ -70,7 +74,7 @@ class TrainingRun:
         Raises:
             ValueError: The loss became infinite or NaN.
         """
-        config = self.config
+        config, begin = self.config, self.step
         # a point off the grid was the last of a run that ended there
         known = read_curve(self.folder.curve) if self.step else []
         resumed = [point for point in known if point.step <= self.step and not point.step % config.eval_interval]
@@ -95,6 +99,8 @@ class TrainingRun:
             if self.step % config.eval_interval:
                 display.point(point := self._point(curve))
                 self._consider(point.score)
+            if self.step > begin:
+                self._watch.write()
 
     def policy(self) -> LearnedPolicy:
         """The policy to freeze, bound to the model of the buffer."""
@@ -199,6 +205,7 @@ class TrainingRun:
                 "digest": self.data.digest,
             },
         )
+        self._watch.write()
 
 
 class _Display:

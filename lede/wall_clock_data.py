@@ -127,6 +127,7 @@ class WallClockData:
             "static": {"exit_layer": self.static.config.exit_layer, "draft_length": self.static.config.draft_length},
             "static_speedup": self.static_speedup,
             "branches": self.training.branches is not None,
+            "validation_prompts": self.validation.n_prompts,
         }
 
     def _generation(self, number: int, policy: LearnedPolicy | None) -> None:

@@ -125,6 +125,8 @@ def test_policies_that_cannot_act_here_are_refused_at_once() -> None:
             Explorer(MODEL, RULES, 0, policy)
 
     refused(StaticPolicy(exit_layer=3), r"drafts at layer 3, which is none of the candidates \[1, 2, 4\]")
+    gaps = RandomPolicy(skip_probability=0.0, blind_probability=0.0, gap_probability=1.0)
+    refused(gaps, "drafts with gaps, which is no exit that a rollout could record")
     refused(ThresholdPolicy(candidates=(2, 5)), r"inspects layers \[5\]")
     refused(ThresholdPolicy(thresholds=(0.5, 0.6)), "2 thresholds for 3 candidates")
     refused(ThresholdPolicy(candidates=(2, 9)), r"within 1\.\.5")

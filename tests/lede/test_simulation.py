@@ -148,5 +148,9 @@ def test_a_blind_layer_outside_the_candidates_is_refused(traces: dict[str, list[
     costs = CostModel(N_LAYERS, tuple(model.windows), PLANTED)
     with pytest.raises(ValueError, match=r"drafts at layer 3, which is none of the candidates \[1, 2\]"):
         simulate(policy, table, costs, candidates=(1, 2))
+    gaps = RandomPolicy(candidates=(1, 2), skip_probability=0.0, blind_probability=0.0, gap_probability=1.0)
+    gaps.check_model(model)
+    with pytest.raises(ValueError, match="the random policy drafts with gaps; traces know exits alone"):
+        simulate(gaps, table, costs)
     with pytest.raises(ValueError, match="cost model is of 5 layers, the traces of 6"):
         simulate(None, table, CostModel(5, (None,) * 5, PLANTED))
