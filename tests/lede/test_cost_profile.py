@@ -262,7 +262,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     [
         (["--contexts", "12,many"], "contexts '12,many' must be positive numbers"),
         (["--contexts", "0,8"], "contexts '0,8' must be positive numbers"),
-        (["--contexts", "99999"], "no context of 99999 fits; the model has room for 8176 tokens"),
+        (["--contexts", "99999"], "no context of 99999 fits; the model has room for 4080 tokens"),
         (["--repeats", "0"], "repeats must be at least 1, got 0"),
         (["--candidates", "2,99"], "99"),
         (["--model", "no/such/folder"], "cannot load model 'no/such/folder'"),
