@@ -9,7 +9,7 @@ import pytest
 
 import lede
 from lede.cli import main
-from lede.demo.run import LEARNED, PAPER, PROMPTS
+from lede.demo.run import LEARNED, PAPER, PROMPTS, THRESHOLDS
 
 
 def test_demo_does_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +19,7 @@ def test_demo_does_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "best static setting" in told
     report = json.loads((out / "report.json").read_text())
     rows = {row["name"]: row for row in report["rows"]}
-    assert list(rows) == ["transformers", "plain", "best static", PAPER, LEARNED]
+    assert list(rows) == ["transformers", "plain", "best static", PAPER, LEARNED, THRESHOLDS]
     assert all(row["exact"] in ("yes", "ties") for row in rows.values())
     assert sum(row["exact"] == "ties" for row in rows.values()) <= 1
     assert rows[LEARNED]["acceptance_rate"] is not None

@@ -13,13 +13,13 @@ from lede.buffers import TraceStore, open_store
 from lede.collectors import CollectConfig, collect
 from lede.cost_profile import CostProfile
 from lede.models import EarlyExitModel
-from lede.policies import LearnedPolicy
+from lede.policies import Policy
 from lede.profiling import measured_profile
 from lede.training import TrainConfig, train
 
 STORES = ("traces.zarr", "validation.zarr", "rollouts.zarr")
-RUNS = {"wall-clock": "run", "paper": "run-paper"}
-"""Folder of the training run by objective."""
+RUNS = {"wall-clock": "run", "paper": "run-paper", "thresholds": "run-thresholds"}
+"""Folder of the training run by what is learned: a Q-network for seconds or for the paper's reward, or thresholds."""
 
 CONTEXT = 128
 """Context length that costs are measured at, in tokens: about where the demo decodes."""
@@ -38,7 +38,7 @@ class Effort:
     repeats: int
     """Times that each operation is measured."""
     steps: dict[str, int]
-    """Updates of the Q-network, by objective."""
+    """Updates of the Q-network, by objective; thresholds need none."""
 
 
 def shallow_layers(model: EarlyExitModel) -> tuple[int, ...]:
@@ -81,16 +81,17 @@ def price(model: EarlyExitModel, effort: Effort, console: Console, out: Path) ->
     return found
 
 
-def learn(objective: str, effort: Effort, seed: int, out: Path, candidates: tuple[int, ...] | None) -> LearnedPolicy:
-    """A policy for an objective, with given candidates or those that a search finds fastest."""
-    run = out / RUNS[objective]
-    steps = effort.steps[objective]
+def learn(what: str, effort: Effort, seed: int, out: Path, candidates: tuple[int, ...] | None) -> Policy:
+    """A policy of one of `RUNS`, with given candidates or those that a search finds fastest."""
+    run = out / RUNS[what]
+    steps = effort.steps.get(what, 1)
     policy = train(
         TrainConfig(
             buffer=str(out / "traces.zarr"),
             out=str(run),
             validation=str(out / "validation.zarr"),
-            objective="wall-clock" if objective == "wall-clock" else "paper",
+            objective="paper" if what == "paper" else "wall-clock",
+            algo="thresholds" if what == "thresholds" else "dqn",
             profile=str(out / "profile.json"),
             candidates="auto" if candidates is None else ",".join(map(str, candidates)),
             steps=steps,
@@ -101,6 +102,6 @@ def learn(objective: str, effort: Effort, seed: int, out: Path, candidates: tupl
             seed=seed,
         )
     )
-    if objective == "wall-clock":
+    if what == "wall-clock":
         shutil.copytree(run / "policy", out / "policy", dirs_exist_ok=True)
     return policy

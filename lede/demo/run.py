@@ -1,8 +1,8 @@
 """`lede demo`: the whole of lede on the bundled model, offline, in a few minutes on a CPU.
 
-Collect both kinds of experience, measure what decoding costs here, train a policy for the paper's reward and one for
+Collect both kinds of experience, measure what decoding costs here, train a policy for the paper's reward and two for
 seconds, choose the best static setting on validation prompts, and decode held-out prompts with plain decoding,
-transformers' `generate`, that static setting and both policies.
+transformers' `generate`, that static setting and the three policies.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Sizes:
     """Whether the sweep goes over every layer up to half depth, not over candidates alone."""
 
 
-LEARNED, PAPER = "learned, for seconds", "learned, paper's reward"
+LEARNED, PAPER, THRESHOLDS = "learned, for seconds", "learned, paper's reward", "thresholds, for seconds"
 
 FULL = Sizes(Effort(104, 16, 96, 9, {"wall-clock": 8000, "paper": 4000}), 8, 24, (4, 2, 3, 6, 8), True)
 QUICK = Sizes(Effort(24, 4, 48, 3, {"wall-clock": 800, "paper": 400}), 2, 6, (4,), False)
@@ -97,11 +97,12 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     policy = learn("wall-clock", sizes.effort, config.seed, out, None)
     candidates = policy.candidates_for(model.n_layers)
     paper = learn("paper", sizes.effort, config.seed, out, candidates)
+    thresholds = learn("thresholds", sizes.effort, config.seed, out, candidates)
 
     console.rule("3. decode", align="left")
     encoded = {split: encode_prompts(model.tokenizer, texts) for split, texts in prompts.items()}
     static, sweep = _best_static(model, encoded["validation"][: sizes.validation_prompts], sizes)
-    contenders = {"best static": static, PAPER: paper, LEARNED: policy}
+    contenders = {"best static": static, PAPER: paper, LEARNED: policy, THRESHOLDS: thresholds}
     benchmark = _measure(model, encoded["test"][: sizes.test_prompts], contenders, sizes)
     rows = benchmark.rows()
 
