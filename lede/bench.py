@@ -97,6 +97,7 @@ def run_bench(config: BenchConfig, model: EarlyExitModel | None = None) -> dict[
     import torch
     from rich.console import Console
 
+    from lede.bench_checks import check_before_loading, check_prompts
     from lede.bench_lineup import check_fit, contender_names
     from lede.bench_plots import write_plots
     from lede.bench_progress import Notes
@@ -107,17 +108,20 @@ def run_bench(config: BenchConfig, model: EarlyExitModel | None = None) -> dict[
     _check_packages()
     texts = (*config.policy, *(["static"] if config.sweep == "static" else []))
     names = contender_names(texts)
+    check_before_loading(config, list(names))
     console = Console()
     model = load_model(config.model, config.device, config.dtype) if model is None else model
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_fit(model, list(names))
     suites = _load_suites(config, model)
+    check_prompts(config, suites, list(names))
     setup = open_folder(config, model, suites)
     try:
         with Notes(console) as notes:
             for suite in suites:
                 left_out = f", {suite.too_long} left out for their length" if suite.too_long else ""
+                left_out += f", {suite.too_short} too short to go on from" if suite.too_short else ""
                 notes.say(f"{suite.name}: {len(suite.test)} test, {len(suite.validation)} validation prompts{left_out}")
             setup = price(config, model, suites, setup, notes.tell)
             setup = line_up(config, model, suites, names, setup, notes.tell)
@@ -158,7 +162,12 @@ def _decode(config: BenchConfig, model: EarlyExitModel, suite: Suite, setup: Set
         run.decode(config.repeats, console)
     at = [each.name for each in setup.suites].index(suite.name)
     if not setup.suites[at].agreement:
-        changed = replace(setup.suites[at], agreement=layer_agreement(model, run.plain_texts()) or ())
+        try:
+            agreement = layer_agreement(model, run.plain_texts()) or ()
+        except RuntimeError as error:  # such as too little memory; the same command tries again
+            console.print(f"{suite.name}: agreement by layer was not measured: {error}", highlight=False, markup=False)
+            return setup
+        changed = replace(setup.suites[at], agreement=agreement)
         setup = replace(setup, suites=(*setup.suites[:at], changed, *setup.suites[at + 1 :]))
         write_setup(config.out, setup)
     return setup

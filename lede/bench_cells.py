@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lede.bench_row import SHARES, BenchRow
+from lede.bench_runs import PLAIN
 from lede.bench_speed import Speedup
 from lede.text_overlap import Rouge
 
@@ -24,12 +25,13 @@ class Column:
 
 
 def exact_cell(row: BenchRow) -> str:
-    """The verdict on the texts."""
+    """The verdict on the texts; (own) where lede's own plain text stood in for transformers'."""
+    told: str = row.exact or NOTHING
     if row.exact == "ties":
-        return f"ties at {row.n_ties}"
-    if row.exact == "NO" and row.n_wrong:
-        return f"NO at {row.n_wrong}"
-    return row.exact or NOTHING
+        told = f"ties at {row.n_ties}"
+    elif row.exact == "NO" and row.n_wrong:
+        told = f"NO at {row.n_wrong}"
+    return f"{told} (own)" if row.exact_against == PLAIN and row.exact else told
 
 
 def _over_plain(row: BenchRow) -> str:

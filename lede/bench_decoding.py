@@ -28,7 +28,7 @@ class SuiteRun:
     Args:
         model: The model.
         suite: The suite.
-        entrants: Its contenders; the first to start changes from prompt to prompt.
+        entrants: Its contenders; their order is drawn for each prompt.
         decoding: How everybody decodes.
         log: Where decodes are recorded; those that are there are not made again.
     """
@@ -51,6 +51,8 @@ class SuiteRun:
         with BenchProgress(self.suite.name, total, total - missing, console) as progress:
             for number, ((repeat, item), entrants) in enumerate(zip(jobs, waiting, strict=True)):
                 if entrants:
+                    if repeat and item is self.suite.test[0]:
+                        _forget(entrants)
                     self._prompt(item, repeat, number, entrants, progress)
 
     def plain_texts(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -83,6 +85,8 @@ class SuiteRun:
         except Exception as error:  # such as too little memory for this prompt
             message = " ".join(f"prefill: {type(error).__name__}: {error}".split())
             made = [(turn, each.name, Decode((), 0.0, 0.0, error=message)) for turn, each in enumerate(contenders)]
+            for contender in contenders:
+                progress.decoded(contender.name, True)
         else:
             for turn, contender, done in take_turns(self.model, contenders, call, number):
                 made.append((turn, contender.name, done))
@@ -94,21 +98,29 @@ class SuiteRun:
             run = self._record(item, repeat, turn, name, done, wanted)
             self.log.append(run, None if policy is None else policy.state())
 
-    def _wanted(self, item: Item, repeat: int, made: Sequence[tuple[int, str, Decode]]) -> tuple[int, ...] | None:
-        """The text that others are held against: transformers' own, or plain decoding's where that failed."""
+    def _wanted(
+        self, item: Item, repeat: int, made: Sequence[tuple[int, str, Decode]]
+    ) -> tuple[str, tuple[int, ...]] | None:
+        """Whose text others are held against, and it: transformers' own, or plain decoding's where that failed."""
         texts = {name: done.token_ids for _, name, done in made if done.error is None}
         for run in self.log.runs:
             if (run.suite, run.prompt_index, run.repeat) == (self.suite.name, item.prompt_index, repeat):
                 texts |= {run.policy: run.token_ids} if run.error is None else {}
-        return texts.get(TRANSFORMERS, texts.get(PLAIN))
+        return next(((name, texts[name]) for name in (TRANSFORMERS, PLAIN) if name in texts), None)
 
     def _record(
-        self, item: Item, repeat: int, turn: int, name: str, done: Decode, wanted: tuple[int, ...] | None
+        self, item: Item, repeat: int, turn: int, name: str, done: Decode, wanted: tuple[str, tuple[int, ...]] | None
     ) -> PromptRun:
-        divergence = None
+        divergence, reference = None, None
         if wanted is not None and not self.decoding.temperature and done.error is None:
-            apart = compare(self.model, item.ids, done.token_ids, wanted)
-            divergence = None if apart is None else (apart.position, apart.margin, apart.tie)
+            try:
+                apart = compare(self.model, item.ids, done.token_ids, wanted[1])
+            except RuntimeError as error:  # such as too little memory: nobody knows whether the text is right
+                message = " ".join(f"comparison: {type(error).__name__}: {error}".split())
+                done = Decode((), 0.0, 0.0, error=message)
+            else:
+                reference = wanted[0]
+                divergence = None if apart is None else (apart.position, apart.margin, apart.tie)
         tokenizer = self.model.tokenizer
         text = None if tokenizer is None else str(tokenizer.decode(list(done.token_ids), skip_special_tokens=True))
         return PromptRun(
@@ -129,4 +141,12 @@ class SuiteRun:
             divergence=divergence,
             error=done.error,
             text=text,
+            reference=reference,
         )
+
+
+def _forget(entrants: Sequence[Entrant]) -> None:
+    """Let those who learn online begin a repetition as they began the first; who is in the midst of it is not here."""
+    for entrant in entrants:
+        if entrant.setup.online or (entrant.policy is not None and entrant.policy.state()):
+            entrant.contender.reset()

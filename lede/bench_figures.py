@@ -67,13 +67,15 @@ class PromptFigures:
     peak_memory: int | None
     """Most bytes in use; None where nothing tells."""
     divergences: tuple[tuple[int, float, bool], ...]
-    """Position, margin and whether it is a tie, of each place where a repetition left transformers' plain text."""
+    """Position, margin and whether it is a tie, of each place where a repetition left the plain text."""
     repetition: float
     """Share of 4-grams of the new tokens that stood there before."""
     rouge_reference: Rouge | None
     """Overlap of the first repetition's text with the suite's own answer."""
     rouge_plain: Rouge | None
     """Overlap of it with plain decoding's text."""
+    reference: str | None = None
+    """Whose text decided: plain where transformers failed in some repetition; None where that is not known."""
     modelled_seconds: float | None = None
     """What the rounds cost by the cost profile, a repetition; None without one."""
     modelled_plain_seconds: float | None = None
@@ -169,6 +171,12 @@ def digest(token_ids: Iterable[int]) -> str:
     return sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]
 
 
+def own_reference(references: Iterable[str | None]) -> str | None:
+    """The weakest of the references that texts were held against: plain decoding, which is lede's own."""
+    known = {each for each in references if each is not None}
+    return PLAIN if PLAIN in known else min(known, default=None)
+
+
 def _text(decodes: Iterable[PromptRun]) -> str | None:
     first = min((run for run in decodes if run.error is None), key=lambda run: run.repeat, default=None)
     return None if first is None else first.text
@@ -223,6 +231,7 @@ def _figures(decodes: Sequence[PromptRun], prompt: PromptRecord | None, plain_te
         repetition=statistics.fmean(repetition_share(run.token_ids) for run in sound) if sound else 0.0,
         rouge_reference=rouge(text, None if prompt is None else prompt.reference),
         rouge_plain=rouge(text, plain_text),
+        reference=own_reference(run.reference for run in sound),
     )
 
 

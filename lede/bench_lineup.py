@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 ALWAYS = (TRANSFORMERS, PLAIN, CONTROL)
 """Contenders of every benchmark."""
 
+CANNOT_RUN = (ValueError, RuntimeError)
+"""What a policy raises that does not fit the model, or for which there is too little memory."""
+
 POLICIES_FOLDER = "policies"
 """Folder of the policies that decode, one folder each by suite and name."""
 
@@ -95,22 +98,24 @@ def check_fit(model: EarlyExitModel, texts: Sequence[str]) -> None:
 def enter(tuner: Tuner, text: str, name: str, out: Path) -> ContenderSetup:
     """Tune a contender on the suite's validation prompts, if it is given by name alone, and save it.
 
+    One that can't run, as where every setting fails, becomes a contender that failed: the others go on.
+
     Args:
         tuner: Of the suite.
         text: The policy as the command line gave it.
         name: What tables call it.
         out: Folder of the benchmark.
-
-    Raises:
-        ValueError: Every setting failed, or there is nothing to tune on.
     """
     try:
-        tuned = tuner.tune(text)
-    except ValueError as error:
-        if not is_rival(text) or not tuner.validation:
-            raise
-        return ContenderSetup(tuner.suite, name, text, text, "external", failed=str(error))
-    return register(tuned, tuner, name, out)
+        return register(tuner.tune(text), tuner, name, out)
+    except CANNOT_RUN as error:
+        return failed(tuner.suite, name, text, error)
+
+
+def failed(suite: str, name: str, text: str, error: Exception) -> ContenderSetup:
+    """A contender that can't run, and why."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    return ContenderSetup(suite, name, text, text, "external" if is_rival(text) else "policy", failed=message)
 
 
 def register(tuned: Tuned, tuner: Tuner, name: str, out: Path) -> ContenderSetup:

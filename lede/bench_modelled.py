@@ -12,7 +12,9 @@ before the first gap is not credited.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 from lede.bench_runs import ContenderSetup, PromptRun, RoundCounts
 from lede.cost_model import CostModel
@@ -93,12 +95,21 @@ def modelled_seconds(
     }
 
 
-def observed_features(contender: ContenderSetup) -> FeatureConfig | None:
-    """What the policy of a contender observes; the default set where the policy can't be loaded any more."""
+def observed_features(contender: ContenderSetup, out: Path | None = None) -> FeatureConfig | None:
+    """What the policy of a contender observes.
+
+    The copy that decoded, in the benchmark's folder `out`, is asked first: what was given may have changed since. The
+    default set stands in where neither can be loaded.
+    """
+    from lede.bench_lineup import policy_folder
+    from lede.checkpoint import load_policy
     from lede.policies import parse_policy
 
     if contender.kind != "policy":
         return None
+    if out is not None:
+        with suppress(ValueError, OSError):
+            return load_policy(policy_folder(out, contender.suite, contender.name)).features
     try:
         policy = parse_policy(contender.settings)
     except ValueError:

@@ -121,7 +121,7 @@ def plot_lengths(report: BenchReport, path: Path) -> None:
         axes.set_xlim(0, 100)
     labels = [str(a) if a == b else f"{a}+" if b >= 10**9 else f"{a}-{b}" for a, b in _BINS]
     _legend(figure, list(zip(labels, colours, strict=True)))
-    _save(figure, path, "Accepted tokens a round, and their mean")
+    _save(figure, path, "Accepted tokens in rounds that drafted, and their mean")
 
 
 def plot_exit_layers(report: BenchReport, path: Path) -> None:

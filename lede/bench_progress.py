@@ -1,4 +1,7 @@
-"""How far a benchmark is: a bar on a terminal, a line now and then elsewhere."""
+"""How far a benchmark is: a bar on a terminal, a line now and then elsewhere.
+
+Both are drawn when they are told something, by who tells it, between two decodes: no thread draws while one is timed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -33,7 +37,8 @@ class BenchProgress:
         self._bar: Progress | None = None
         if console.is_terminal:
             columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-            self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console)
+            left = (TextColumn("left"), TimeRemainingColumn())
+            self._bar = Progress(*columns, *left, console=console, auto_refresh=False)
             self._task = self._bar.add_task("", total=total, completed=done, note="")
 
     def __enter__(self) -> Self:
@@ -59,7 +64,7 @@ class BenchProgress:
         now = time.monotonic()
         if self._bar is not None:
             note = name + (f", {self.failed} failed" if self.failed else "")
-            self._bar.update(self._task, completed=self.done, note=note)
+            self._bar.update(self._task, completed=self.done, note=note, refresh=True)
         elif now - self._last >= self.line_every:
             self._print()
 
@@ -89,20 +94,20 @@ class Notes:
     def __init__(self, console: Console, line_every: float = LINE_EVERY) -> None:
         self._console, self._line_every = console, line_every
         self._last = -line_every
-        self._status = console.status("") if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> Self:
         """Begin to show."""
-        if self._status is not None:
-            self._status.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Show nothing any more."""
-        if self._status is not None:
-            self._status.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
@@ -111,8 +116,8 @@ class Notes:
     def tell(self, line: str) -> None:
         """Show what is going on, unless that was just shown."""
         now = time.monotonic()
-        if self._status is not None:
-            self._status.update(Text(line))
+        if self._live is not None:
+            self._live.update(Text(line), refresh=True)
         elif now - self._last >= self._line_every:
             self._last = now
             self.say(line)

@@ -15,6 +15,7 @@ from rich.console import Group
 from rich.text import Text
 
 from lede.atomic import write_atomically
+from lede.bench_categories import CategoryRow, category_rows
 from lede.bench_figures import PromptFigures
 from lede.bench_row import BenchRow
 from lede.bench_rows import baselines, figures_of, table
@@ -53,6 +54,8 @@ class SuiteReport:
     """Name of the static contender chosen on validation prompts."""
     hindsight_static: str | None
     """Name of the static contender that is fastest on the test prompts."""
+    too_short: int = 0
+    """Documents left out because too little follows their prompt."""
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> Self:
@@ -79,6 +82,8 @@ class BenchReport:
     """Seconds of a full pass over 1, 2, ... tokens."""
     break_even: dict[str, tuple[float | None, ...]]
     """The acceptance from which blind drafts of 1, 2, ... tokens pay, by exit layer; see `lede.break_even`."""
+    categories: tuple[CategoryRow, ...] = ()
+    """Speed by category, where prompts have one."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -90,6 +95,7 @@ class BenchReport:
             "break_even": self.break_even,
             "suites": [asdict(suite) for suite in self.suites],
             "rows": [row.to_json() for row in self.rows],
+            "categories": [asdict(each) for each in self.categories],
             "prompts": [each.to_json() for each in self.prompts],
         }
         plain: dict[str, Any] = json.loads(json.dumps(content, allow_nan=False))
@@ -117,6 +123,7 @@ class BenchReport:
                 prompts=tuple(PromptFigures.from_json(each) for each in content["prompts"]),
                 verification_seconds=tuple(content["verification_seconds"]),
                 break_even={layer: tuple(each) for layer, each in content["break_even"].items()},
+                categories=tuple(CategoryRow.from_json(each) for each in content.get("categories", ())),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"is damaged: {error!r}") from None
@@ -171,7 +178,7 @@ def make_report(out: Path) -> BenchReport:
     setup = read_setup(out)
     prompts = read_prompts(out) if (out / PROMPTS).exists() else []
     profile = CostProfile.load(out / PROFILE) if (out / PROFILE).exists() else None
-    figures = figures_of(read_runs(out), setup, prompts, profile)
+    figures = figures_of(read_runs(out), setup, prompts, profile, out)
     held = {each.suite: each for each in baselines(figures, setup)}
     suites = [
         SuiteReport(
@@ -185,6 +192,7 @@ def make_report(out: Path) -> BenchReport:
             control_with_prefill=held[suite.name].control_with_prefill,
             best_static=held[suite.name].best_static,
             hindsight_static=held[suite.name].hindsight_static,
+            too_short=suite.too_short,
         )
         for suite in setup.suites
         if suite.name in held
@@ -203,6 +211,7 @@ def make_report(out: Path) -> BenchReport:
             )
             for layer in layers_in_use(every, n_layers)
         },
+        categories=tuple(category_rows(figures)),
     )
 
 

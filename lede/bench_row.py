@@ -45,13 +45,16 @@ class BenchRow:
     """The first failure's message."""
     exact: Exact | None
     """Text against transformers' plain greedy `generate`: equal, apart at numerical ties only, or wrong. `law` at a
-    temperature, where texts are equal in law alone. None when no prompt was answered."""
+    temperature, where texts are equal in law alone. None when no prompt was answered. See `exact_against`."""
     n_ties: int
     """Positions at which a text left the plain one at a numerical tie."""
     n_wrong: int
     """Positions at which a text left it without one."""
     ranked: bool
     """Whether the row takes part in the ranking: neither inexact nor lossy, and not the control."""
+    exact_against: str | None = None
+    """Whose texts `exact` is against: transformers, or plain where transformers failed on some prompt and lede's own
+    plain text stood in. None where nothing was compared, or where the runs do not tell."""
     tokens: float = 0.0
     """New tokens, summed over prompts."""
     tokens_per_second: Interval | None = None
@@ -129,7 +132,7 @@ class BenchRow:
             ValueError: The object is of another kind.
         """
         try:
-            found = {each.name: entry[each.name] for each in fields(cls)}
+            found = {each.name: entry[each.name] for each in fields(cls) if each.name in entry}
             for name, value in found.items():
                 kind = Speedup if name.startswith("speedup_") else _PARTS.get(name)
                 if kind is not None and value is not None:

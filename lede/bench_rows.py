@@ -9,9 +9,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from lede.bench_figures import PromptFigures, prompt_figures, with_modelled_seconds
+from lede.bench_figures import PromptFigures, own_reference, prompt_figures, with_modelled_seconds
 from lede.bench_modelled import RoundCosts, modelled_seconds, observed_features
 from lede.bench_row import SHARES, BenchRow, Exact
 from lede.bench_runs import CONTROL, PLAIN, TRANSFORMERS, ContenderSetup, PromptRecord, PromptRun, Setup
@@ -35,16 +36,23 @@ class Baselines:
     best_static: str | None
     """Name of the static contender that was chosen on validation prompts; None when none was."""
     hindsight_static: str | None
-    """Name of the static contender that is fastest on the test prompts."""
+    """Name of the static contender of the largest speedup over plain on the test prompts, of those without failures and
+    with the plain text."""
 
 
 Figures = dict[tuple[str, str], list[PromptFigures]]
 
 
 def figures_of(
-    runs: Sequence[PromptRun], setup: Setup, prompts: Sequence[PromptRecord] = (), profile: CostProfile | None = None
+    runs: Sequence[PromptRun],
+    setup: Setup,
+    prompts: Sequence[PromptRecord] = (),
+    profile: CostProfile | None = None,
+    out: Path | None = None,
 ) -> Figures:
     """The figures of every prompt by suite and contender, with modelled seconds where there is a profile.
+
+    Policies are looked up in the benchmark's folder `out` first, for what they observe.
 
     Raises:
         ValueError: A run is of a contender that the setup does not name.
@@ -57,13 +65,12 @@ def figures_of(
     if profile is None:
         return figures
     costs = RoundCosts(profile.costs)
-    return {
-        key: with_modelled_seconds(
-            each,
-            modelled_seconds((r for r in runs if (r.suite, r.policy) == key), costs, observed_features(known[key])),
-        )
-        for key, each in figures.items()
-    }
+
+    def modelled(key: tuple[str, str]) -> dict[int, tuple[float, float]]:
+        own = (run for run in runs if (run.suite, run.policy) == key)
+        return modelled_seconds(own, costs, observed_features(known[key], out))
+
+    return {key: with_modelled_seconds(each, modelled(key)) for key, each in figures.items()}
 
 
 def rows(
@@ -95,14 +102,20 @@ def baselines(figures: Figures, setup: Setup) -> list[Baselines]:
     for suite in dict.fromkeys(each.suite for each in setup.contenders):
         plain, again = figures.get((suite, PLAIN), []), figures.get((suite, CONTROL), [])
         static = [c for c in setup.contenders if c.suite == suite and _is_static(c) and (suite, c.name) in figures]
-        rates = {c.name: interval.value for c in static if (interval := rate(figures[suite, c.name])) is not None}
+        temperature = float(setup.config.get("temperature") or 0.0)
+        speeds = {
+            c.name: faster.value
+            for c in static
+            if _is_sound(figures[suite, c.name], c, temperature)
+            and (faster := speedup(figures[suite, c.name], plain)) is not None
+        }
         found.append(
             Baselines(
                 suite=suite,
                 control=speedup(again, plain),
                 control_with_prefill=speedup(again, plain, with_prefill=True),
                 best_static=next((c.name for c in static if c.cost.evaluations), None),
-                hindsight_static=max(rates, key=lambda name: rates[name], default=None),
+                hindsight_static=max(speeds, key=lambda name: speeds[name], default=None),
             )
         )
     return found
@@ -110,6 +123,12 @@ def baselines(figures: Figures, setup: Setup) -> list[Baselines]:
 
 def _is_static(contender: ContenderSetup) -> bool:
     return contender.kind == "policy" and contender.settings.partition(":")[0] == "static"
+
+
+def _is_sound(figures: Sequence[PromptFigures], contender: ContenderSetup, temperature: float) -> bool:
+    """Whether a contender failed nowhere and wrote the plain text."""
+    verdict, _, _ = _verdict(figures, contender, temperature)
+    return all(each.error is None for each in figures) and verdict in ("yes", "ties", "law")
 
 
 def _row(contender: ContenderSetup, figures: Figures, held: Baselines, setup: Setup) -> BenchRow:
@@ -139,6 +158,7 @@ def _row(contender: ContenderSetup, figures: Figures, held: Baselines, setup: Se
         n_empty=len(sound) - len(decoded),
         error=next((each.error for each in ours if each.error is not None), contender.failed),
         exact=exact,
+        exact_against=own_reference(each.reference for each in sound),
         n_ties=n_ties,
         n_wrong=n_wrong,
         ranked=exact in ("yes", "ties", "law") and not contender.lossy and contender.name != CONTROL,
@@ -151,9 +171,9 @@ def _row(contender: ContenderSetup, figures: Figures, held: Baselines, setup: Se
         speedup_over_transformers_with_prefill=over(TRANSFORMERS, with_prefill=True),
         speedup_over_best_static=over(held.best_static),
         speedup_over_hindsight_static=over(held.hindsight_static),
-        rouge_reference=mean_rouge([each.rouge_reference for each in sound if each.rouge_reference is not None]),
-        rouge_plain=mean_rouge([each.rouge_plain for each in sound if each.rouge_plain is not None]),
-        repetition_share=_mean(each.repetition for each in sound),
+        rouge_reference=mean_rouge([each.rouge_reference for each in decoded if each.rouge_reference is not None]),
+        rouge_plain=mean_rouge([each.rouge_plain for each in decoded if each.rouge_plain is not None]),
+        repetition_share=_mean(each.repetition for each in decoded),
         cost=contender.cost,
         cost_seconds=contender.cost.seconds,
         tokens_to_break_even=break_even_tokens(

@@ -6,6 +6,7 @@ All of them can be read at any moment of a run, or after a stop; `lede.bench_log
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -53,7 +54,8 @@ class PromptRun:
     prefill_seconds: float
     """Seconds until the first new token; contenders on lede's engine share the one prefill of the prompt."""
     decode_seconds: float
-    """Seconds after the first new token; with the prefill's they are the whole call."""
+    """Seconds after the first new token; with the prefill's they are the whole call. For external contenders a
+    difference of two calls, which keeps its sign."""
     sections: dict[str, float]
     """Seconds by `lede.statistics.SECTIONS`; empty for external contenders."""
     rounds: tuple[RoundCounts, ...]
@@ -63,11 +65,14 @@ class PromptRun:
     peak_memory: int | None
     """Most bytes in use during the decode, weights included; None where nothing tells (see `lede.peak_memory`)."""
     divergence: tuple[int, float, bool] | None
-    """Position, margin and whether it is a tie, against transformers' plain text; None: equal, or T > 0."""
+    """Position, margin and whether it is a tie, against the plain text of `reference`; None: equal, or T > 0."""
     error: str | None = None
     """Why the decode failed, figures being zero; None when it did not."""
     text: str | None = None
     """The new tokens as text; None without a tokenizer."""
+    reference: str | None = None
+    """The contender whose text it was held against: transformers, or plain where that failed on the prompt. None where
+    nothing was compared, and in runs that did not record it."""
 
     @property
     def key(self) -> tuple[str, str, int, int]:
@@ -85,10 +90,15 @@ class PromptRun:
             found = dict(entry)
             found["token_ids"] = tuple(entry["token_ids"])
             found["rounds"] = tuple(tuple(counts) for counts in entry["rounds"])
-            found["divergence"] = None if entry["divergence"] is None else tuple(entry["divergence"])
+            found["divergence"] = None if entry["divergence"] is None else _divergence(*entry["divergence"])
             return cls(**found)
         except (KeyError, TypeError) as error:
             raise ValueError(f"is no decode of a prompt: {error}") from None
+
+
+def _divergence(position: int, margin: float, tie: bool) -> tuple[int, float, bool]:
+    """As recorded; a margin that is no finite number is an error of the widest margin, and no tie."""
+    return (position, margin, tie) if math.isfinite(margin) else (position, 1.0, False)
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,8 @@ class SuiteSetup:
     """Prompt indices that contenders are tuned on; none of them is timed."""
     too_long: int
     """Prompts left out for their length."""
+    too_short: int = 0
+    """Documents left out because too little follows their prompt."""
     agreement: tuple[float, ...] = ()
     """Share of the plain text's tokens that each layer's likeliest token foretells, from layer 1."""
 

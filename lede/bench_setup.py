@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lede.bench_lineup import enter, register, standing
+from lede.bench_lineup import CANNOT_RUN, enter, failed, register, standing
 from lede.bench_runs import (
     PROFILE,
     PROMPTS,
@@ -106,6 +107,7 @@ def fresh_setup(config: BenchConfig, model: EarlyExitModel, suites: Sequence[Sui
                 tuple(item.prompt_index for item in suite.test),
                 tuple(item.prompt_index for item in suite.validation),
                 suite.too_long,
+                suite.too_short,
             )
             for suite in suites
         ),
@@ -148,7 +150,7 @@ def line_up(
         tell: Shows progress.
 
     Raises:
-        ValueError: A policy can't be tuned, or the preset can't be made of these policies.
+        ValueError: A validation prompt is a test prompt too, or the folder holds tunings of something else.
     """
 
     def add(contender: ContenderSetup) -> None:
@@ -167,16 +169,36 @@ def line_up(
                 add(enter(tuner, text, name, config.out))
     for suite, tuner in tuners.items():
         known = {contender.name for contender in setup.contenders if contender.suite == suite}
-        others: list[Named] = []
-        if config.sweep == "static":
-            others += sweep_contenders(tuner.tune("static"), RUNNERS_UP)
-        if config.preset is not None:
-            others += preset_contenders(config.preset, suite, tuners, list(names))
-        for other in others:
+        for other in _others(config, suite, tuners, names):
             if other.name not in known:
-                add(register(other.tuned, tuner, other.name, config.out))
+                add(other if isinstance(other, ContenderSetup) else _registered(other, tuner, config.out))
                 known.add(other.name)
     return setup
+
+
+def _others(
+    config: BenchConfig, suite: str, tuners: Mapping[str, Tuner], names: Mapping[str, str]
+) -> list[Named | ContenderSetup]:
+    """What a sweep and a preset add on a suite; where they can't be made, a contender that says why."""
+    others: list[Named | ContenderSetup] = []
+    if config.sweep == "static":
+        try:
+            others += sweep_contenders(tuners[suite].tune("static"), RUNNERS_UP)
+        except CANNOT_RUN as error:
+            others.append(failed(suite, names["static"], "static", error))
+    if config.preset is not None:
+        try:
+            others += preset_contenders(config.preset, suite, tuners, names)
+        except CANNOT_RUN as error:
+            others.append(failed(suite, f"preset {config.preset}", f"preset {config.preset}", error))
+    return others
+
+
+def _registered(other: Named, tuner: Tuner, out: Path) -> ContenderSetup:
+    try:
+        return register(other.tuned, tuner, other.name, out)
+    except CANNOT_RUN as error:
+        return failed(tuner.suite, other.name, other.tuned.as_given, error)
 
 
 def _tuner(config: BenchConfig, model: EarlyExitModel, suite: Suite, texts: Sequence[str], tell: Tell) -> Tuner:

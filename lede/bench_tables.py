@@ -1,7 +1,8 @@
 """A benchmark's rows for people: a summary for the terminal, 80 columns, and all of it as Markdown.
 
-Each suite has tables of speed, lengths and shares, costs, and texts. Rows are sorted by speed. Those whose text is not
-the plain one, or which make no promise about it, stand apart, in red, and take no part in the ranking.
+Each suite has tables of speed, lengths and shares, costs, and texts. Rows are sorted by the speedup over plain
+decoding. Those whose text is not the plain one, or which make no promise about it, stand apart, in red, and take no
+part in the ranking.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.text import Text
 from lede.bench_cells import COSTS, LENGTHS, NOTHING, SPEED, SUMMARY, TEXTS, TIMES, Column
 from lede.bench_row import BenchRow
 from lede.bench_runs import CONTROL, PLAIN
-from lede.bench_speed import Speedup
+from lede.bench_speed import FEWEST_PROMPTS, Speedup
 
 TABLES = {"speed": SPEED, "lengths and shares": (*LENGTHS, *TIMES), "costs": COSTS, "texts": TEXTS}
 """The tables and their columns."""
@@ -25,9 +26,11 @@ TABLES = {"speed": SPEED, "lengths and shares": (*LENGTHS, *TIMES), "costs": COS
 LEGEND = (
     "Speed is of the tokens after the first over the seconds after the prefill, a ratio of sums over prompts with a "
     "95 % bootstrap interval by prompt; median: of the prompts' own ratios. A ratio whose interval holds 1 or touches "
-    "that of plain decoding against itself is not resolved. hf: transformers' generate; static: the static setting "
+    "that of plain decoding against itself is not resolved, nor is any of fewer than "
+    f"{FEWEST_PROMPTS} prompts. hf: transformers' generate; static: the static setting "
     "chosen on validation prompts; rate: accepted / drafted tokens, pooled; tokens: written a round, the correction or "
-    "bonus token included; in brackets: not resolved; exact: same text as transformers' generate."
+    "bonus token included; in brackets: not resolved; exact: same text as transformers' generate, "
+    "(own): as lede's own plain decoding on prompts where transformers failed."
 )
 
 
@@ -165,8 +168,11 @@ def _bare(text: str) -> str:
 
 
 def _fastest_first(rows: Iterable[BenchRow]) -> list[BenchRow]:
-    def speed(row: BenchRow) -> float:
-        return 0.0 if row.tokens_per_second is None else row.tokens_per_second.value
+    """By the paired speedup over plain decoding; where there is none, by tokens a second."""
+
+    def speed(row: BenchRow) -> tuple[float, float]:
+        faster, rate = row.speedup_over_plain, row.tokens_per_second
+        return 0.0 if faster is None else faster.value, 0.0 if rate is None else rate.value
 
     return sorted(rows, key=speed, reverse=True)
 

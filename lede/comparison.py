@@ -18,7 +18,7 @@ from lede.bench_figures import PromptFigures
 from lede.bench_report import JSON, BenchReport, read_report
 from lede.bench_row import BenchRow
 from lede.bench_runs import CONTROL, PLAIN
-from lede.bench_speed import bootstrap, is_clear
+from lede.bench_speed import FEWEST_PROMPTS, bootstrap, is_clear
 from lede.intervals import Interval
 
 _ABSENT = "absent"
@@ -108,7 +108,7 @@ def _figures(report: BenchReport) -> Figures:
     """Figures by suite and contender, and by the hash of the prompt."""
     found: Figures = {}
     for each in report.prompts:
-        if each.prompt_digest is not None and each.counts and each.seconds > 0:
+        if each.prompt_digest is not None and each.counts:
             found.setdefault((each.suite, each.name), {})[each.prompt_digest] = each
     return found
 
@@ -125,7 +125,7 @@ def _compared(
         resolved = is_clear(interval, control, n_paired)
     else:
         apart = new.lower > old.upper or new.upper < old.lower
-        resolved = apart and min(old.n_prompts, new.n_prompts) > 1
+        resolved = apart and min(old.n_prompts, new.n_prompts) >= FEWEST_PROMPTS
     return ComparedRow(*key, before, after, new.value / old.value, interval, n_paired, resolved)
 
 
@@ -134,9 +134,9 @@ def _change(key: Key, first: Figures, second: Figures) -> tuple[Interval | None,
     plain = (key[0], PLAIN)
     columns = [found.get(each, {}) for found in (first, second) for each in (key, plain)]
     shared = [digest for digest in columns[0] if all(digest in column for column in columns)]
-    if not shared:
-        return None, 0
     old, old_plain, new, new_plain = ([column[digest] for digest in shared] for column in columns)
+    if not all(sum(_seconds(each)) > 0 for each in (old, old_plain, new, new_plain)):
+        return None, 0
     tops = [_tokens(new), _seconds(new_plain), _seconds(old), _tokens(old_plain)]
     bottoms = [_seconds(new), _tokens(new_plain), _tokens(old), _seconds(old_plain)]
     return bootstrap(len(shared)).products(tops, bottoms), len(shared)

@@ -40,8 +40,9 @@ def _table(rows: list[ComparedRow]) -> Table:
     for column in ("first", "second", "change", "exact"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        changed = row.resolved and row.ratio is not None and row.name != PLAIN
-        colour = "" if not changed or row.ratio is None else "green" if row.ratio > 1 else "red"
+        change = row.ratio if row.interval is None else row.interval.value  # what was resolved, and is shown
+        changed = row.resolved and row.name != PLAIN
+        colour = "" if not changed or change is None else "green" if change > 1 else "red"
         worse = row.second is not None and row.second.exact == "NO"
         table.add_row(
             Text(row.name),

@@ -131,8 +131,9 @@ class Decoder:
             anchored = self.policy.uses_trace
             self.history = History(ConfidenceTrace(surprisal(logits), self.policy.trace_window) if anchored else None)
             drafter = self.drafter_class(self.model, self.policy, self.chooser, self.eos, self.meter, self.history)
+            self.meter.enter("policy")
             self.policy.begin(len(ids))
-        probe = TextProbe(self.model, self.cache, ids, len(ids), self.chooser.warp.greedy, self.meter)
+        probe = TextProbe(self.model, self.cache, ids, len(ids), self.meter)
         ids.append(first)
         self.meter.enter("other")
         yield (first,)
@@ -160,6 +161,7 @@ class Decoder:
             choice = drafter.choose_plan(remaining, len(ids))
             self.meter.enter("draft")
             draft = drafter.draft(ids, choice, cap, self.cache)
+            draft.capped = bool(draft.tokens) and (len(draft.tokens) == cap or draft.tokens[-1] in self.eos)
         else:
             self.meter.enter("verify")
             block = self.model.block(self.cache, len(ids) - 1, 1)
@@ -196,7 +198,4 @@ class Decoder:
             shadow = drafter.shadow.read(done.tokens)
             self.meter.head_reads += shadow.tokens.size
         self.meter.enter("policy")
-        probabilities = tuple(draft.probabilities)
-        drafter.policy.verified(
-            RoundReport(draft.plan, done.drafted, done.accepted, len(done.tokens), probabilities, shadow)
-        )
+        drafter.policy.verified(RoundReport(draft.plan, done.drafted, done.accepted, draft.capped, shadow))

@@ -11,7 +11,6 @@ the first gap, whose states verification needs anyway.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -55,8 +54,8 @@ class Draft:
     """What each was drawn from; None when greedy."""
     gaps: SkipSublayers | None = None
     """What the draft left out, which then went on behind the states; None where it left at the exit layer."""
-    probabilities: list[float] = field(default_factory=list)
-    """Of the likeliest token where each was drafted, when they are to be reported."""
+    capped: bool = False
+    """Whether it was as long as it could be: up to the cap, or up to a token that ends the text."""
 
     @property
     def plan(self) -> ExitAt | SkipSublayers | None:
@@ -108,11 +107,8 @@ class Drafter:
         self.observer = None if features is None else Observer(features, model.n_layers, model.vocab_size)
         self._second_reads = features is not None and features.draft_agreement
         self.reports = type(policy).verified is not Policy.verified  # else nobody looks at them
-        self._reports_probabilities = self.reports and features is not None and "surprisal" in features.names
-        self._surprisal_wanted = (
-            history.trace is not None
-            or self._reports_probabilities
-            or (self.observer is not None and (self.observer.wants_survival or self.observer.wants_certainty))
+        self._surprisal_wanted = history.trace is not None or (
+            self.observer is not None and (self.observer.wants_survival or self.observer.wants_certainty)
         )
         self._doubt = Doubt()
         self._device = model.device
@@ -272,8 +268,6 @@ class Drafter:
                 else:
                     read.surprisal = surprisal(read.logits)
             self._doubt.add(read.surprisal, read.margin)
-            if self._reports_probabilities:
-                draft.probabilities.append(math.exp(-read.surprisal))
             if self.history.trace is not None:
                 self.history.trace.push(read.surprisal)
 

@@ -6,6 +6,7 @@ the text differs from there on. A divergence at a margin above the dtype's noise
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,8 @@ class Divergence:
     That is the top-2 margin, unless one of the texts holds a token that is neither of the two.
     """
     tie: bool
-    """Whether the margin is within the noise of the model's dtype."""
+    """Whether the margin is within the noise of the model's dtype. Never where the logits there are no numbers: such a
+    difference counts as an error, with a margin of 1."""
 
 
 def compare(
@@ -51,6 +53,16 @@ def compare(
         ids = torch.tensor([[*prompt, *wanted[:position]]], device=model.device)
         logits = model.hf_model(ids).logits[0, -1].cpu().double()
     apart = [text[position] for text in (found, wanted) if position < len(text)]
-    margin = float(logits.max() - logits[apart].min()) / float(logits.abs().max())
+    largest = _largest(logits)
+    gap = float(logits.max() - logits[apart].min())
+    if not math.isfinite(gap) or not largest:
+        return Divergence(position, 1.0, False)
+    margin = gap / largest
     # one text being a prefix of the other is no matter of rounding
     return Divergence(position, margin, position < shorter and margin < NOISE.get(model.dtype, 0.0))
+
+
+def _largest(logits: torch.Tensor) -> float:
+    """The largest finite logit, whatever its sign; 0 where there is none."""
+    finite = logits[logits.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -155,10 +155,7 @@ def generate(
         ValueError: An argument is unusable, the policy belongs to another model, the prefill is of another model or
             prompt, or prompt and budget don't fit into the model's positions.
     """
-    if not isinstance(model, EarlyExitModel):
-        raise ValueError(
-            f"model must come from lede.load_model, got {type(model).__name__}; wrap it: load_model((m, t))"
-        )
+    _check_model(model)
     if policy is not None and not isinstance(policy, Policy):
         raise ValueError(f"policy must be a policy or None, got {type(policy).__name__}; lede.parse_policy reads names")
     config = _merge(generation_config, settings)
@@ -178,6 +175,8 @@ def generate(
     meter = Meter()
     decoder = Decoder(model, policy, Chooser(config.warp, source, logits_processor), eos, meter)
     if prefilled is not None:
+        if not isinstance(prefilled, Prefill):
+            raise ValueError(f"prefilled must come from lede.generation.prefill, got {type(prefilled).__name__}")
         prefilled.check(model, ids)
     if streamer is not None:
         streamer.put(torch.tensor(ids))
@@ -186,13 +185,14 @@ def generate(
         new.extend(tokens)
         if streamer is not None:
             streamer.put(torch.tensor(tokens))
+    stats = meter.stats()  # what follows is not decoding
     if streamer is not None:
         streamer.end()
     text = None if model.tokenizer is None else str(model.tokenizer.decode(new, skip_special_tokens=True))
     return GenerateOutput(
         text=text,
         sequences=torch.tensor([ids + new], device=model.device),
-        stats=meter.stats(),
+        stats=stats,
         rounds=tuple(meter.rounds),
         finish_reason="eos" if new[-1] in eos else "length",
     )
@@ -206,9 +206,22 @@ def prefill(model: EarlyExitModel, input_ids: torch.Tensor | Sequence[int]) -> P
         input_ids: Token ids `(1, prompt)` or `(prompt,)`.
 
     Raises:
-        ValueError: They are no prompt of this model.
+        ValueError: The model is none of `lede.load_model`, or they are no prompt of it.
     """
-    return decoding.prefill(model, _prompt_ids(model, None, input_ids))
+    _check_model(model)
+    ids = _prompt_ids(model, None, input_ids)
+    if len(ids) > model.max_positions:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, more than the model's {model.max_positions} positions; shorten it"
+        )
+    return decoding.prefill(model, ids)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, EarlyExitModel):
+        raise ValueError(
+            f"model must come from lede.load_model, got {type(model).__name__}; wrap it: load_model((m, t))"
+        )
 
 
 def _merge(generation_config: GenerationConfig | None, settings: dict[str, Any]) -> GenerateConfig:

@@ -1,4 +1,4 @@
-"""The one measuring loop: every contender decodes every prompt, one after another, in rotating order.
+"""The one measuring loop: every contender decodes every prompt, one after another, in an order drawn for each prompt.
 
 A prompt is prefilled once; contenders on lede's engine start from clones of its cache, so the prefill costs each of
 them the same. Whoever measures takes ratios prompt by prompt, so that a machine whose speed drifts does not decide.
@@ -17,6 +17,7 @@ from lede.generation import generate, prefill
 from lede.models import EarlyExitModel
 from lede.peak_memory import PeakMemory
 from lede.policies import Policy
+from lede.seeding import Purpose, numpy_stream
 from lede.statistics import Round
 
 if TYPE_CHECKING:
@@ -123,7 +124,11 @@ def prepare(model: EarlyExitModel, ids: Sequence[int], seed: int = 0, stream: in
 
 def warm_up(model: EarlyExitModel, contenders: Sequence[Contender], ids: Sequence[int]) -> None:
     """Let everybody decode a prompt, uncounted, and forget it; who fails here will fail where it counts."""
-    for _ in take_turns(model, contenders, prepare(model, ids), 0):
+    try:
+        call = prepare(model, ids)
+    except RuntimeError:  # such as too little memory; it is told where it counts
+        return
+    for _ in take_turns(model, contenders, call, 0):
         pass
     for contender in contenders:
         contender.reset()
@@ -132,14 +137,17 @@ def warm_up(model: EarlyExitModel, contenders: Sequence[Contender], ids: Sequenc
 def take_turns(
     model: EarlyExitModel, contenders: Sequence[Contender], call: Call, number: int
 ) -> Iterator[tuple[int, Contender, Decode]]:
-    """Let everybody decode one prompt, beginning with another contender for every number.
+    """Let everybody decode one prompt, in an order drawn from the seed of the call for every number.
+
+    A fresh permutation a prompt: in an order that only rotates, each would always follow the same other one, and find
+    the caches and the clock of the machine as that one left them.
 
     Yields:
         Turn, contender and what it did. An exception of a contender becomes its `Decode.error`.
     """
     memory = PeakMemory(model.device)
-    first = number % len(contenders) if contenders else 0
-    for turn, contender in enumerate([*contenders[first:], *contenders[:first]]):
+    order = numpy_stream(call.seed, Purpose.TURNS, number).permutation(len(contenders))
+    for turn, contender in enumerate(contenders[place] for place in order):
         memory.start()
         try:
             done = contender.decode(call)

@@ -61,7 +61,7 @@ class Bootstrap:
 
         Args:
             numerator: `(prompt,)`.
-            denominator: `(prompt,)`, not negative.
+            denominator: `(prompt,)`; resamples whose sum is not above 0 are passed over.
         """
         top, bottom = (np.asarray(each, dtype=np.float64) for each in (numerator, denominator))
         if not bottom.sum() > 0:

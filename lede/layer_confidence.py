@@ -163,6 +163,12 @@ def select_layers(
 def adapt_strength(strength: float, n_skipped: int, n_layers: int, skip_ratio: float) -> float:
     """The next selection's lambda; less of it skips more layers.
 
+    It goes down where fewer than K layers were left out, which is too few to try.
+
+    Departs from the published code: that compares the share with the wanted one. Where (L - 2) * ratio is whole, a
+    set with just that share is then too small to be tried, but not small enough for another lambda, and the search
+    stands still.
+
     Args:
         strength: lambda of this selection.
         n_skipped: Layers that it left out.
@@ -172,4 +178,4 @@ def adapt_strength(strength: float, n_skipped: int, n_layers: int, skip_ratio: f
     share = n_skipped / (n_layers - 2)
     if share > skip_ratio + TOO_MANY:
         return strength + STRENGTH_STEP
-    return strength - STRENGTH_STEP if share < skip_ratio else strength
+    return strength - STRENGTH_STEP if n_skipped < fewest_layers(n_layers, skip_ratio) else strength

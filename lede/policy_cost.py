@@ -45,6 +45,12 @@ def cost_of_folder(folder: Path) -> Cost:
     )
 
 
+def stores_of(folder: Path) -> list[Path]:
+    """The stores that the policy in a folder was trained and validated on, as far as the files around it tell."""
+    runs, _ = _runs_of(folder)
+    return list(dict.fromkeys(path for run in runs for path in _RunCost.of(run).stores))
+
+
 @dataclass(frozen=True)
 class _RunCost:
     """The cost of one training run."""
@@ -63,6 +69,8 @@ class _RunCost:
             notes.append("the seconds of training were not recorded")
         elif spent.sittings > 1:
             notes.append(f"training took {spent.sittings} sittings")
+        if config.get("profile"):
+            notes.append("the cost profile's seconds are not counted")
         stores = {}
         for name in ("buffer", "validation"):
             if config.get(name):

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from lede.contenders import short_names
 from lede.policies import POLICIES
 from lede.policies.ablated import AblatedPolicy
 from lede.policies.learned import LearnedPolicy
@@ -47,20 +46,21 @@ class Named:
     """The contender, ready to be measured."""
 
 
-def preset_contenders(preset: Preset, suite: str, tuners: Mapping[str, Tuner], policies: Sequence[str]) -> list[Named]:
+def preset_contenders(preset: Preset, suite: str, tuners: Mapping[str, Tuner], names: Mapping[str, str]) -> list[Named]:
     """The contenders that a preset adds on a suite, beside the policies themselves.
 
     Args:
         preset: The preset.
         suite: Name of the suite.
         tuners: The tuner of every suite, by name; what they have in tuning.json is not done again.
-        policies: The policies of the command line.
+        names: What tables call the policies of the command line, by what was given.
 
     Raises:
         ValueError: The preset needs a learned policy and there is none, or a contender can't be made.
     """
     if preset == "ablation":
-        return [named for folder in learned_folders(policies) for named in ablation(tuners[suite], folder)]
+        folders = learned_folders(list(names))
+        return [each for folder in folders for each in ablation(tuners[suite], folder, names[folder])]
     if preset == "window":
         return window(tuners[suite])
     if preset == "transfer":
@@ -81,14 +81,19 @@ def learned_folders(policies: Sequence[str]) -> list[str]:
     return found
 
 
-def ablation(tuner: Tuner, folder: str) -> list[Named]:
+def ablation(tuner: Tuner, folder: str, name: str) -> list[Named]:
     """A learned policy with what it decides held fixed, one decision at a time.
 
     The length is its mean on the validation prompts, rounded, and the layer the one that most of its rounds draft at.
     A policy that never drafts there has nothing to hold fixed: a warning says so, and there is no contender.
 
+    Args:
+        tuner: Of the suite.
+        folder: The policy.
+        name: What tables call it.
+
     Raises:
-        ValueError: There is no validation prompt, or a decode failed.
+        ValueError: There is no validation prompt, or every decode failed.
     """
     usage, whole = tuner.usage(folder), as_it_is(folder)
     if not usage.exit_layer:
@@ -104,10 +109,10 @@ def ablation(tuner: Tuner, folder: str) -> list[Named]:
         evaluations=whole.cost.evaluations + usage.evaluations,
     )
     found = []
-    for name, key, value in (("length", "draft_length", length), ("layer", "exit_layer", layer)):
+    for part, key, value in (("length", "draft_length", length), ("layer", "exit_layer", layer)):
         text = f"ablated:base={folder};{key}={value}"
         policy = AblatedPolicy.of(folder, **{key: value})
-        found.append(Named(f"{short_names([folder])[0]}, fixed {name} {value}", Tuned(policy, text, text, cost)))
+        found.append(Named(f"{name}, fixed {part} {value}", Tuned(policy, text, text, cost)))
     return found
 
 
@@ -161,6 +166,8 @@ def transfer_matrix(rows: Sequence[BenchRow]) -> Matrix:
         if method not in MOVED or not source:
             if row.kind != "policy" or row.policy.partition(":")[0] in POLICIES:
                 continue  # no folder
+            if row.exact is None:
+                continue  # it never ran
             method, source = "learned", row.name
         speed = None if row.speedup_over_plain is None else row.speedup_over_plain.value
         found.setdefault(method, {}).setdefault(source, {})[row.suite] = Cell(speed, row.acceptance_rate)

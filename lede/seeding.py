@@ -19,6 +19,7 @@ class Purpose(enum.IntEnum):
     TRAINING = 5
     SYNTHESIS = 6
     BRANCHES = 7
+    TURNS = 8
 
 
 def numpy_stream(seed: int, purpose: Purpose, *index: int) -> np.random.Generator:

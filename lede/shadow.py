@@ -2,6 +2,9 @@
 
 The states of the wanted layers are kept as they pass, in the draft and in verification, so no layer runs for it; it
 costs the head reads.
+
+Shadow tokens are those of raw logits. With logits processors a draft may say otherwise, so what is estimated from
+shadow tokens may be off; the text is exact all the same.
 """
 
 from __future__ import annotations

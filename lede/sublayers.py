@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ATTENTION, MLP = 0, 1
 """The two sublayers of a layer."""
+PLANS_KEPT = 4
+"""Plans whose layers are kept for the next round."""
 
 Record = Callable[[int, int, torch.Tensor], None]
 """Takes the place of a layer in the stack (from 0), ATTENTION or MLP, and what that adds, `(row, token, width)`."""
@@ -70,10 +72,17 @@ class Sublayers:
     def __init__(self, family: Family, layers: Sequence[nn.Module]) -> None:
         self._names = (family.attention, family.mlp)
         self._layers = layers
-        self._last: tuple[SkipSublayers, Steps] | None = None  # a policy keeps to its plan for many rounds
+        self._recent: dict[SkipSublayers, Steps] = {}  # policies keep to a plan, or take turns among few
+        self._checked = False
 
     def check(self) -> None:
-        """Raise UnsupportedModelError when the layers can't be run in part."""
+        """Raise UnsupportedModelError when the layers can't be run in part; once they can, they are taken to stay so.
+
+        A layer's own `forward` that is merely the one of its class is fine: transformers leaves that behind on layers
+        whose outputs it has collected (`output_hidden_states`).
+        """
+        if self._checked:
+            return
         for layer in self._layers:
             kind, own = type(layer).__name__, vars(layer)
             # a forward of the object's own is bound to the object it was made for: a copy would run the original
@@ -82,11 +91,12 @@ class Sublayers:
                     f"sublayers can't be left out of a {kind} with accelerate hooks (device_map over several devices, "
                     "or offloading); load the model onto one device"
                 )
-            if "forward" in own:
+            if "forward" in own and getattr(own["forward"], "__func__", None) is not type(layer).forward:
                 raise UnsupportedModelError(f"sublayers can't be left out of a {kind} whose forward was replaced")
             missing = [name for names in self._names for name in names if name not in layer._modules]
             if missing:
                 raise UnsupportedModelError(f"sublayers can't be left out of a {kind} without {', '.join(missing)}")
+        self._checked = True
 
     def skipping(self, plan: SkipSublayers) -> Steps:
         """The layers from the plan's first gap to the last, without what it leaves out.
@@ -95,9 +105,9 @@ class Sublayers:
             ValueError: The plan doesn't fit the model.
             UnsupportedModelError: The layers can't be run in part.
         """
-        last = self._last
-        if last is not None and last[0] is plan:
-            return last[1]
+        known = self._recent.get(plan)
+        if known is not None:
+            return known
         plan.check(len(self._layers))
         self.check()
         steps = []
@@ -105,8 +115,10 @@ class Sublayers:
             attention, mlp = i + 1 in plan.attention, i + 1 in plan.mlp
             if not (attention and mlp):
                 steps.append((i, self._without(i, ATTENTION if attention else MLP if mlp else None)))
-        self._last = plan, tuple(steps)
-        return self._last[1]
+        if len(self._recent) == PLANS_KEPT:
+            del self._recent[next(iter(self._recent))]  # the oldest
+        self._recent[plan] = tuple(steps)
+        return self._recent[plan]
 
     def recording(self, record: Record) -> Steps:
         """All layers, each showing `record` what its sublayers add.
@@ -142,5 +154,6 @@ class Sublayers:
 def _copy(layer: nn.Module, modules: dict[str, nn.Module]) -> nn.Module:
     """A layer with the same weights, and other modules under some names."""
     twin = copy.copy(layer)
+    vars(twin).pop("forward", None)  # of the class, but bound to the layer itself
     twin._modules = {**layer._modules, **modules}
     return twin

@@ -53,6 +53,8 @@ class Suite:
     """Prompts that contenders are tuned on; none of them is a test prompt."""
     too_long: int
     """Prompts left out for their length."""
+    too_short: int = 0
+    """Documents left out because too little follows their prompt."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,12 @@ def _xsum(entry: dict[str, Any]) -> _Entry:
     return _Entry(Prompt(_text(entry, "document")), reference=_text(entry, "summary"))
 
 
-def _language_modelling(entry: dict[str, Any]) -> _Entry:
-    """The first words of a document as they stand there, and the words that follow."""
+def _language_modelling(entry: dict[str, Any]) -> _Entry | None:
+    """The first words of a document as they stand there, and the words that follow; None where none do."""
     text = _text(entry, "text")
     ends = list(islice(_word_ends(text), LM_WORDS + LM_REFERENCE_WORDS))
     if len(ends) <= LM_WORDS:
-        raise ValueError(f"the document has {len(ends)} words; {LM_WORDS} are the prompt and some must follow")
+        return None
     cut = ends[LM_WORDS - 1]
     return _Entry(Prompt(text[:cut]), reference=text[cut : ends[-1]].strip())
 
@@ -108,7 +110,7 @@ def _any(entry: dict[str, Any]) -> _Entry:
     )
 
 
-FORMATS: dict[str, Callable[[dict[str, Any]], _Entry]] = {
+FORMATS: dict[str, Callable[[dict[str, Any]], _Entry | None]] = {
     "spec-bench": _spec_bench,
     "humaneval": _human_eval,
     "gsm8k": _gsm8k,
@@ -117,7 +119,7 @@ FORMATS: dict[str, Callable[[dict[str, Any]], _Entry]] = {
     "lm": _language_modelling,
     "jsonl": _any,
 }
-"""What a line of each kind of file says."""
+"""What a line of each kind of file says; None where it is too short to be a prompt."""
 
 
 def check_spec(spec: str) -> tuple[str, Path]:
@@ -167,7 +169,9 @@ def load_suite(
             prompts are left.
     """
     name, path = check_spec(spec)
-    entries = list(_entries(path, FORMATS.get(spec.partition(":")[0], _any)))
+    lines = list(_entries(path, FORMATS.get(spec.partition(":")[0], _any)))
+    entries = [(number, entry) for number, entry in lines if entry is not None]
+    too_short = len(lines) - len(entries)
     ids = _encode(tokenizer, [entry.prompt for _, entry in entries], chat, path, [number for number, _ in entries])
     items = [Item(i, tuple(ids[i]), entry.category, entry.reference) for i, (_, entry) in enumerate(entries)]
     limit = max_prompt_tokens
@@ -185,15 +189,16 @@ def load_suite(
     seen = {item.ids for item in validation}
     test = [item for item in rest if item.ids not in seen]  # files hold some prompts twice
     if not test:
+        short = f", {too_short} documents of at most {LM_WORDS} words beside" if too_short else ""
         raise ValueError(
-            f"{path} leaves no prompt for test: {len(items)} in all, {too_long} longer than {limit} tokens, "
+            f"{path} leaves no prompt for test: {len(items)} in all{short}, {too_long} longer than {limit} tokens, "
             f"{len(validation)} for validation"
         )
     kept = test if n_prompts is None else _stratified(test, n_prompts, seed)
-    return Suite(name, spec, tuple(kept), tuple(validation), too_long)
+    return Suite(name, spec, tuple(kept), tuple(validation), too_long, too_short)
 
 
-def _entries(path: Path, read: Callable[[dict[str, Any]], _Entry]) -> Iterator[tuple[int, _Entry]]:
+def _entries(path: Path, read: Callable[[dict[str, Any]], _Entry | None]) -> Iterator[tuple[int, _Entry | None]]:
     """Entries with the numbers of their lines; empty lines are passed over."""
     found = False
     for number, line in _lines(path):

@@ -34,16 +34,12 @@ class TextProbe:
         cache: Of the text: all its tokens but the last, in all layers.
         ids: The text, which grows while it is decoded.
         n_prompt: How many of its tokens are the prompt.
-        greedy: Whether the text is decoded greedily.
         meter: Where head reads are booked.
     """
 
-    def __init__(
-        self, model: EarlyExitModel, cache: KVCache, ids: Sequence[int], n_prompt: int, greedy: bool, meter: Meter
-    ) -> None:
+    def __init__(self, model: EarlyExitModel, cache: KVCache, ids: Sequence[int], n_prompt: int, meter: Meter) -> None:
         self.n_prompt = n_prompt
         self.n_layers = model.n_layers
-        self.greedy = greedy
         self._model = model
         self._cache = cache
         self._ids = ids

@@ -86,6 +86,9 @@ def fit_thresholds(
     candidate. Then each threshold is moved in turn, and the threshold to draft on as well, until a turn of all improves
     nothing; in the end the steps around the best ones are halved a few times.
 
+    Where no candidate pays, the first one alone stays with a threshold of 1, which no probability passes: the policy
+    looks there, never drafts, and its speedup is below 1 by what looking costs.
+
     Args:
         traces: Validation traces, with branches or without.
         candidates: Layers that are inspected, as in `lede.features.parse_candidates`; those of the store unless given.

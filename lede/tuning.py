@@ -29,6 +29,7 @@ from lede.tuning_race import Evaluate, Race, Setting, Space
 
 if TYPE_CHECKING:
     from lede.models import EarlyExitModel
+    from lede.statistics import Round
 
 __all__ = ["Point", "Tuned", "Tuner", "Usage", "as_it_is", "budget_of", "check_disjoint", "is_tuned", "tune"]
 
@@ -135,8 +136,9 @@ class Tuner:
         space = self._space(text, record)
         race = Race(space, len(self.validation), self._evaluate(text, record, ready), self._left(record))
         chosen = text_of(text, race.run())
-        if record.decodes and all(decode.error is not None for decode in record.decodes):
-            raise ValueError(f"every setting of '{text}' failed, the first with {record.decodes[0].error}")
+        failures = [decode.error or decode.plain_error for decode in record.decodes]
+        if failures and None not in failures:
+            raise ValueError(f"every setting of '{text}' failed, the first with {failures[0]}")
         if (record.chosen, record.budget) != (chosen, self.budget):
             record.chosen, record.budget = chosen, self.budget
             self._log.save()
@@ -149,18 +151,22 @@ class Tuner:
         """Decode the validation prompts by a policy and count.
 
         Raises:
-            ValueError: It is no policy, there is no prompt, or a decode failed.
+            ValueError: It is no policy, there is no prompt, or it failed on all of them.
         """
         if not self.validation:
             raise ValueError(f"what '{text}' does is counted on validation prompts, and the suite has none")
         record = self._log.record(f"{text} (usage)")
         if record.fit is None:
-            begin, drafting, ready = time.perf_counter(), [], Ready(text, parse_policy(text))
+            begin, ready = time.perf_counter(), Ready(text, parse_policy(text))
+            drafting: list[Round] = []
+            failures: list[str] = []
             for prompt in range(len(self.validation)):
                 (done,) = self._measure([ready], prompt, 0)
                 if done.error is not None:
-                    raise ValueError(f"'{text}' failed on validation prompt {prompt}: {done.error}")
+                    failures.append(done.error)
                 drafting += [r for r in done.rounds if r.drafted]
+            if len(failures) == len(self.validation):
+                raise ValueError(f"'{text}' failed on every validation prompt, the first with {failures[0]}")
             layers = Counter(r.exit_layer or 0 for r in drafting)
             record.fit = {
                 "draft_length": sum(r.drafted for r in drafting) / len(drafting) if drafting else 0.0,
@@ -231,7 +237,8 @@ class Tuner:
     def _decode(self, group: Sequence[Ready], prompt: int, repeat: int, turn: int) -> list[TuningDecode]:
         plain, *others = self._measure([Ready(PLAIN, None), *group], prompt, turn)
         if plain.error is not None:
-            raise ValueError(f"plain decoding failed on validation prompt {prompt}: {plain.error}")
+            message = f"plain decoding failed on validation prompt {prompt}: {plain.error}"
+            return [TuningDecode(each.text, prompt, repeat, 0, 0.0, 0, 0.0, plain_error=message) for each in group]
         return [
             TuningDecode(
                 settings=each.text,
@@ -255,14 +262,16 @@ class Tuner:
 
     def _cost(self, record: TuningRecord) -> Cost:
         decoded, fit = len(record.decodes), record.fit
+        failed = len({decode.prompt for decode in record.decodes if decode.plain_error is not None})
+        said = f"{decoded} decodes" + (f", {failed} validation prompts failed" if failed else "")
         if fit is None:
-            return Cost(len(self.validation), 0.0, record.seconds, 0.0, decoded, f"{decoded} decodes")
+            return Cost(len(self.validation), 0.0, record.seconds, 0.0, decoded, said)
         return Cost(
             prompts=len(self.validation),
             collecting_seconds=fit["collecting_seconds"],
             search_seconds=record.seconds - fit["collecting_seconds"],
             evaluations=decoded + fit["evaluations"],
-            note=f"{decoded} decodes, {fit['evaluations']} played on traces",
+            note=f"{said}, {fit['evaluations']} played on traces",
         )
 
     def _kept(self, tuned: Tuned, record: TuningRecord) -> Tuned:

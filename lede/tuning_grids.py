@@ -23,10 +23,12 @@ OPT_INTERVALS = (1, 2, 4, 8, 16)
 """Rounds between two proposals of swift."""
 INTERVALS = (2, 4, 8, 15, 30)
 """Rounds that a set of conflayers may be tried for."""
+LOOKUPS = (2, 3, 5, 8, 10, 15, 20)
+"""Tokens that prompt-lookup may propose."""
 TEXT_SHARE = 4
 """The searches of swift and conflayers look at a window of at most this part of a text (1 / TEXT_SHARE)."""
 
-TUNED = ("static", "threshold", "draft-verify", "del", "swift", "conflayers", "assistant-early-exit")
+TUNED = ("static", "threshold", "draft-verify", "del", "swift", "conflayers", "assistant-early-exit", "prompt-lookup")
 """Names that are tuned where they are given alone; everybody else is taken as it is."""
 
 
@@ -68,6 +70,8 @@ def space_of(name: str, n_layers: int, max_new_tokens: int) -> Space:
         return Space((_ratios(), intervals, _window(100, max_new_tokens)))
     if name == "assistant-early-exit":
         return Space((Axis("layer", layers.values, layers.coarse),))
+    if name == "prompt-lookup":
+        return Space((Axis("tokens", LOOKUPS, LOOKUPS),))
     raise ValueError(f"there is nothing to tune for '{name}'; tuned are {', '.join(TUNED)}")
 
 

@@ -36,6 +36,8 @@ class TuningDecode:
     """The same of plain decoding."""
     error: str | None = None
     """Why it failed; None when it did not."""
+    plain_error: str | None = None
+    """Why plain decoding failed on the prompt, which then tells nothing about any setting; None when it did not."""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -46,7 +48,7 @@ class TuningDecode:
     def tells(self) -> bool:
         """Whether there is a speed to compare: not where one of the two wrote a single token, nor after a failure."""
         counted = min(self.tokens, self.plain_tokens) > 0 and min(self.seconds, self.plain_seconds) > 0
-        return counted and self.error is None
+        return counted and self.error is None and self.plain_error is None
 
 
 @dataclass

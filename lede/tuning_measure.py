@@ -25,7 +25,7 @@ class Ready:
 
 
 Measure = Callable[[Sequence[Ready], int, int], Sequence[Decode]]
-"""Decodes a prompt (its place among the validation prompts) by all of these in an order that rotates with the last
+"""Decodes a prompt (its place among the validation prompts) by all of these in an order drawn for the last
 argument; what each did, in the order given."""
 
 
@@ -65,7 +65,11 @@ class EngineMeasure:
             self._warm = True
         if self._call is None or self._call[0] != prompt:
             self._call = None  # one cache at a time
-            self._call = prompt, prepare(self.model, self.validation[prompt], self.seed, prompt)
+            try:
+                self._call = prompt, prepare(self.model, self.validation[prompt], self.seed, prompt)
+            except RuntimeError as error:  # such as too little memory for this prompt
+                message = " ".join(f"prefill: {type(error).__name__}: {error}".split())
+                return [Decode((), 0.0, 0.0, error=message) for _ in ready]
         done = {c.name: decode for _, c, decode in take_turns(self.model, contenders, self._call[1], turn)}
         return [done[contender.name] for contender in contenders]
 

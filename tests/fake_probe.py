@@ -23,7 +23,6 @@ class FakeProbe:
     """
 
     n_prompt = 10
-    greedy = True
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ def play(policy: LayerSkippingPolicy, probe: FakeProbe, accepted: int, drafted: 
     for _ in range(rounds):
         plan = plan_now(policy)
         a, d = (accepted, drafted) if plan is not None else (0, 0)
-        policy.verified(RoundReport(plan, d, a, a + 1, (), None))
+        policy.verified(RoundReport(plan, d, a, capped=False, shadow=None))
         if policy.searches:
             policy.between_rounds(probe)  # type: ignore[arg-type]
 

@@ -15,6 +15,7 @@ from lede.cost_profile import CostProfile
 from lede.models import EarlyExitModel
 from lede.policies import Policy
 from lede.profiling import measured_profile
+from lede.threshold_training import train_thresholds
 from lede.training import TrainConfig, train
 
 STORES = ("traces.zarr", "validation.zarr", "rollouts.zarr")
@@ -85,23 +86,22 @@ def learn(what: str, effort: Effort, seed: int, out: Path, candidates: tuple[int
     """A policy of one of `RUNS`, with given candidates or those that a search finds fastest."""
     run = out / RUNS[what]
     steps = effort.steps.get(what, 1)
-    policy = train(
-        TrainConfig(
-            buffer=str(out / "traces.zarr"),
-            out=str(run),
-            validation=str(out / "validation.zarr"),
-            objective="paper" if what == "paper" else "wall-clock",
-            algo="thresholds" if what == "thresholds" else "dqn",
-            profile=str(out / "profile.json"),
-            candidates="auto" if candidates is None else ",".join(map(str, candidates)),
-            steps=steps,
-            eval_interval=max(1, steps // 8),
-            refresh_interval=max(1, steps // 8),
-            checkpoint_interval=max(1, steps // 4),
-            min_exits=20,
-            seed=seed,
-        )
+    config = TrainConfig(
+        buffer=str(out / "traces.zarr"),
+        out=str(run),
+        validation=str(out / "validation.zarr"),
+        objective="paper" if what == "paper" else "wall-clock",
+        algo="thresholds" if what == "thresholds" else "dqn",
+        profile=str(out / "profile.json"),
+        candidates="auto" if candidates is None else ",".join(map(str, candidates)),
+        steps=steps,
+        eval_interval=max(1, steps // 8),
+        refresh_interval=max(1, steps // 8),
+        checkpoint_interval=max(1, steps // 4),
+        min_exits=20,
+        seed=seed,
     )
+    policy: Policy = train_thresholds(config) if what == "thresholds" else train(config)
     if what == "wall-clock":
         shutil.copytree(run / "policy", out / "policy", dirs_exist_ok=True)
     return policy

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lede.policies.base import ExitAt, LayerState, Policy, PolicyConfig, PreScan, PreScanState
+from lede.policies.learned import LearnedPolicy
 from lede.policies.survival import SurvivalPolicy
 
 if TYPE_CHECKING:
@@ -115,10 +116,7 @@ class AblatedPolicy(Policy):
         """The fixed layer, or the base's answer."""
         if self._plan is not None and not isinstance(self.base, SurvivalPolicy):
             return self._plan
-        plan = self.base.pre_scan(state)  # a survival policy begins its product here
-        if isinstance(plan, PreScan | ExitAt):
-            return plan
-        raise ValueError(f"the base plans a draft with gaps, which has no exit layer to hold fixed; got {plan!r}")
+        return self.base.pre_scan(state)  # a survival policy begins its product here
 
     def scan(self, state: LayerState) -> bool:
         """The base's answer."""
@@ -131,11 +129,11 @@ class AblatedPolicy(Policy):
         return self.base.draft(state)
 
 
-def _load(config: AblatedConfig) -> Policy:
+def _load(config: AblatedConfig) -> LearnedPolicy | SurvivalPolicy:
     """The base, told of the fixed layer where its own rule depends on it.
 
     Raises:
-        ValueError: It can't be loaded, it is ablated itself, or nothing or both are fixed.
+        ValueError: It can't be loaded, its decisions can't be taken apart, or nothing or both are fixed.
     """
     from lede.checkpoint import load_policy
 
@@ -147,8 +145,11 @@ def _load(config: AblatedConfig) -> Policy:
         base = load_policy(config.base)
     except ValueError as error:
         raise ValueError(f"the base of the ablated policy: {error}") from None
-    if isinstance(base, AblatedPolicy):
-        raise ValueError(f"{config.base} holds an ablated policy itself; give the folder of its base")
+    if not isinstance(base, LearnedPolicy | SurvivalPolicy):
+        raise ValueError(
+            f"{config.base} holds a '{base.kind}' policy; only a '{LearnedPolicy.kind}' or '{SurvivalPolicy.kind}' one "
+            "can be ablated: others have no two decisions to take apart, plan gaps, or learn while they decode"
+        )
     if config.exit_layer is None or not isinstance(base, SurvivalPolicy):
         return base
     # its forecasts belong to layers, and its product counts the blind first token

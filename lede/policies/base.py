@@ -1,8 +1,8 @@
 """The protocol of a policy: three stages, state in, decision out.
 
-A round asks `pre_scan` once, `scan` at each candidate layer until one exits, then `draft` for every further drafted
-position. No state carries the sampled token of its own position, nor a match that verification has not yet told, so
-a policy of this type cannot break the law of sampling (see `lede.verification`).
+A round asks `pre_scan` once, unless only one token is left, `scan` at each candidate layer until one exits, then
+`draft` for every further drafted position. No state carries the sampled token of its own position, nor a match that
+verification has not yet told, so a policy of this type cannot break the law of sampling (see `lede.verification`).
 
 A policy that learns while it decodes is told of each text (`begin`) and of each round once it is verified (`verified`),
 and may ask questions about the verified text between two rounds (`between_rounds`).
@@ -121,10 +121,8 @@ class RoundReport:
     """Tokens drafted."""
     accepted: int
     """Drafted tokens that verification kept."""
-    committed: int
-    """Tokens that the text grew by."""
-    probabilities: tuple[float, ...]
-    """Of the likeliest token at every drafted position, where the policy observes `surprisal`; else empty."""
+    capped: bool
+    """Whether the draft was as long as it could be: `max_draft` or the budget allowed no more, or it ended the text."""
     shadow: Shadow | None
     """What the policy's `shadow_layers` say; None when it has none."""
 

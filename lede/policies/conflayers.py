@@ -66,8 +66,11 @@ class ConfLayersPolicy(LayerSkippingPolicy):
     intervals scored by accepted tokens.
     Departs from the paper: drafts are chains, not trees. Every value is float32 or better, and confidences that differ
     by rounding are equal. The context is the last tokens of the text at their own positions, and at most `probe_tokens`
-    of them are read; lambda is adapted as in the authors' code. An interval is as many rounds as it says and the last
-    set is scored too; the authors' code takes a round more and ends on the last selection.
+    of them are read; lambda is adapted as in the authors' code, and also where a set is just too small to be tried.
+    An interval is as many rounds as it says and the last set is scored too; the authors' code takes a round more and
+    ends on the last selection. Confidences that are no numbers end the search. Where drafts are sampled, the
+    probability of the likeliest token ends a draft, not that of the token that was drawn: a stop that depends on the
+    draw changes the law of the text.
     """
 
     kind: ClassVar[str] = "conflayers"

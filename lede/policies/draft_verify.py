@@ -68,17 +68,19 @@ class DraftVerifyPolicy(Policy):
         wanted = threshold + epsilon where acceptance < target, else threshold - epsilon
         threshold <- beta2 threshold + (1 - beta2) wanted
 
-    A round that was as long as it may be does not lower the threshold: it would not have been longer.
+    A round whose draft was as long as it could be does not lower the threshold: it would not have been longer. What
+    bounds it is `max_draft`, the budget, or a token that ends the text.
 
     Source: Draft & Verify (arXiv 2309.08168), the adaptive draft-exiting mechanism; target, weights, epsilon, the
-    threshold of 0.6, the average that starts from 0, and the exception for the longest drafts are those of the
-    authors' code.
+    average that starts from 0, and the exception for the longest drafts are those of the authors' code; the threshold
+    of 0.6 is that of their scripts. Their drafts have at most 8 tokens, here `max_draft`.
     Departs from the paper: there, sublayers found by a Bayesian search before deployment are left out of the draft.
     Here a quarter of the layers drafts, or the sublayers that the settings name are left out; there is no search. In a
     draft from an exit layer the first token that is not likely enough is not drafted: its position is at the exit layer
     already, so it joins verification and yields the token after the draft. The moving average goes on from one text to
     the next, where the paper's starts again; `reset` starts both again. The threshold is held within 0..1, which is
-    ours.
+    ours. Where drafts are sampled, the probability of the likeliest token decides, not that of the token that was
+    drawn: a stop that depends on the draw changes the law of the text.
     """
 
     kind: ClassVar[str] = "draft-verify"
@@ -127,11 +129,13 @@ class DraftVerifyPolicy(Policy):
         """Settle the plan on this model.
 
         Raises:
-            ValueError: The exit layer or a layer that the draft leaves out is none that the model can do without.
+            ValueError: The exit layer or a layer that the draft leaves out is none that the model can do without, or
+                its layers can't be run in part.
         """
         super().check_model(model)
         if isinstance(self._plan, SkipSublayers):
             self._plan.check(model.n_layers)
+            model.check_sublayers()
         else:
             layer = self._exit_layer(model.n_layers)
             model.check_exit_layer(layer)
@@ -162,7 +166,7 @@ class DraftVerifyPolicy(Policy):
         self._acceptance = weight * self._acceptance + (1 - weight) * share
         if self._acceptance < config.target:
             wanted = self._threshold + config.step
-        elif report.drafted < config.max_draft:
+        elif not report.capped:
             wanted = self._threshold - config.step
         else:
             wanted = self._threshold

@@ -110,7 +110,8 @@ class DynamicExitLayerPolicy(Policy):
     the draft ends by confidence alone (18 tokens at most), whatever the length chosen: `stop=confidence` is that. The
     first token that is not likely enough is not drafted here: its position is at the exit layer already, so it joins
     verification and yields the token after the draft. Where text is sampled, shadow tokens are held against the text,
-    not against the likeliest token of the whole model.
+    not against the likeliest token of the whole model. With logits processors, shadow tokens are those of raw logits
+    while drafts and the text are not: the text stays exact, but the estimates may be off.
     """
 
     kind: ClassVar[str] = "del"
@@ -156,15 +157,15 @@ class DynamicExitLayerPolicy(Policy):
         return tuple(range(1, n_layers)) if self.config.every_layer else candidates
 
     def check_model(self, model: EarlyExitModel) -> None:
-        """Settle the layers on this model; what was counted at other layers is forgotten.
+        """Settle the layers on this model; what was counted at other layers, or at another depth, is forgotten.
 
         Raises:
             ValueError: A candidate is outside 1..L-1, or a restored state is of other layers.
         """
         layers = self.candidates_for(model.n_layers)
-        self._n_layers = model.n_layers
-        if self._counts is None or self._counts.layers != layers:
+        if self._counts is None or self._counts.layers != layers or self._n_layers != model.n_layers:
             self._counts = ShadowCounts(layers, self.config.decay, self.config.prior)
+        self._n_layers = model.n_layers
         if self._restored is not None:
             self._counts.restore(self._restored)
             self._restored = None

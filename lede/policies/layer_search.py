@@ -10,6 +10,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lede.layer_confidence import adapt_strength, fewest_layers, first_layers, select_layers
 from lede.policies.base import RoundReport
 from lede.policies.skip_search import SearchStep, SkipSearch, plan_of, step_of
@@ -31,6 +33,7 @@ class LayerSearch(SkipSearch):
     - After `interval // 2` rounds with fewer than one accepted token each, a set is given up.
     - After `interval` rounds the set is scored, and is the best one if more tokens a round were accepted than ever.
     - A text that ends cuts an iteration short; its set is not scored.
+    - Confidences that are no numbers end the search: there is nothing to select by, and the best set so far stays.
 
     Attributes:
         strength: lambda.
@@ -72,7 +75,7 @@ class LayerSearch(SkipSearch):
             better = better or reached  # the set that ends the search is the one that stays
         if better:
             self.best, self.best_accepted = self.plan, accepted
-        self._finish("scored", kept=better, last=reached)
+        self._finish("scored", kept=better, end="score reached" if reached else None)
 
     def between_rounds(self, probe: TextProbe) -> None:
         """Select a set, if one is due and the text has more than W + 1 new tokens."""
@@ -84,6 +87,9 @@ class LayerSearch(SkipSearch):
         if config.confidence == "head":  # the others are in the cache: running them would change nothing
             n_tokens = min(n_tokens, config.probe_tokens)
         confidence = probe.sublayer_confidence(n_tokens, config.confidence)
+        if not np.isfinite(confidence).all():
+            self._end_without_confidence(since)
+            return
         window = None if config.window == "adaptive" else config.window
         layers = select_layers(confidence, self.strength, window, config.cap_window)
         self.strength = adapt_strength(self.strength, len(layers), self.n_layers, config.skip_ratio)
@@ -129,14 +135,22 @@ class LayerSearch(SkipSearch):
         self._drafted = [int(n) for n in state["drafted"]]
         self._seconds = float(state["seconds"])
 
-    def _finish(self, note: str, kept: bool = False, last: bool = False) -> None:
+    def _end_without_confidence(self, since: float) -> None:
+        """End the search with an iteration that could select nothing; the text goes on."""
+        self.plan = None
+        self.iterations += 1
+        self._seconds = time.perf_counter() - since
+        self._finish("no set", end="confidence is no number")
+
+    def _finish(self, note: str, kept: bool = False, end: str | None = None) -> None:
         """End the iteration, and with it the search where that was the last one."""
         self.record(self.plan, note, kept=kept, **self._measured())
         self._accepted, self._drafted, self._seconds, self._due = [], [], 0.0, True
-        if last or self.iterations >= self.config.max_iterations:
+        if end is None and self.iterations >= self.config.max_iterations:
+            end = "iterations used up"
+        if end is not None:
             self.ended = True
             self.plan = self.best
-            end = "score reached" if last else "iterations used up"
             self.steps[-1] = replace(self.steps[-1], note=f"{note}; {end}")
 
     def _mean_accepted(self) -> float:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lede.text_probe import TextProbe
 
 _SETS = ("attention", "mlp")
+_FEATURES = FeatureConfig(names=("surprisal",))  # a limit on the probability is one on its negative logarithm
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class LayerSkippingPolicy(Policy):
     never searches.
 
     Its drafts are chains. A policy has one search, so it decodes one text at a time.
+
+    Departs from the papers: where drafts are sampled, the probability of the likeliest token ends a draft, not that of
+    the token that was drawn.
     """
 
     config_class: ClassVar[type[PolicyConfig]] = LayerSkippingConfig
@@ -91,17 +95,17 @@ class LayerSkippingPolicy(Policy):
         return policy
 
     def frozen(self) -> Self:
-        """A copy that drafts with the best set found so far and never searches; without one it never drafts."""
+        """A copy that drafts with what the search would keep now and never searches; with nothing, it never drafts."""
         other = deepcopy(self)
         if other._settled is None:
-            other._settled = (None if other._search is None else other._search.best,)
+            other._settled = (None if other._search is None else other._search.kept,)
         other._search = None
         return other
 
     @property
     def features(self) -> FeatureConfig:
         """-log probability of the likeliest token, which ends a draft."""
-        return FeatureConfig(names=("surprisal",))
+        return _FEATURES
 
     @property
     def best(self) -> SkipSublayers | None:
@@ -188,8 +192,8 @@ class LayerSkippingPolicy(Policy):
         """Go on with a search from what `state` returned; an empty one resets.
 
         Raises:
-            ValueError: It belongs to another kind of policy or other settings, is damaged, or this policy has a set and
-                does not search.
+            ValueError: It belongs to another kind of policy or other settings, is damaged, the search needs a package
+                that is not installed, or this policy has a set and does not search.
         """
         if not state:
             self.reset()
@@ -202,19 +206,19 @@ class LayerSkippingPolicy(Policy):
         if given != own:
             names = [key for key in own if not isinstance(given, dict) or given.get(key) != own[key]]
             raise ValueError(f"the state is of a {self.kind} search with other settings: {', '.join(names)}")
+        search = self._new_search(self._n_layers_of(state))  # says itself what it lacks
         try:
-            search = self._new_search(int(state["search"]["n_layers"]))
             search.restore(state["search"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"the state of the {self.kind} search is damaged: {error!r}") from None
+            raise self._damaged(error) from None
         self._search = search
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """`attention` and `mlp`, the layers left out, once there is a best set or the search has ended."""
         if self._settled is None and self.best is None and not (self._search is not None and self._search.ended):
             return {}
-        best = self.best
-        sets = ((), ()) if best is None else (sorted(best.attention), sorted(best.mlp))
+        kept = self._settled[0] if self._settled is not None else self._running().kept
+        sets = ((), ()) if kept is None else (sorted(kept.attention), sorted(kept.mlp))
         return {name: np.asarray(layers, dtype=np.int64) for name, layers in zip(_SETS, sets, strict=True)}
 
     def load_tensors(self, tensors: dict[str, npt.NDArray[Any]]) -> None:
@@ -229,6 +233,19 @@ class LayerSkippingPolicy(Policy):
             found = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in sorted(tensors.items()))
             raise ValueError(f"the tensors of a {self.kind} policy are lists of layers, attention and mlp; got {found}")
         self._settled = (plan_of(tensors["attention"].tolist(), tensors["mlp"].tolist()),)
+
+    def _n_layers_of(self, state: dict[str, Any]) -> int:
+        """Layers of the model that a state's search is on."""
+        try:
+            n_layers = int(state["search"]["n_layers"])
+            if n_layers < 3:
+                raise ValueError(f"a search on {n_layers} layers")
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(error) from None
+        return n_layers
+
+    def _damaged(self, error: Exception) -> ValueError:
+        return ValueError(f"the state of the {self.kind} search is damaged: {error!r}")
 
     def _running(self) -> SkipSearch:
         if self._search is None:

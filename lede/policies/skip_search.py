@@ -67,6 +67,11 @@ class SkipSearch(ABC):
     def between_rounds(self, probe: TextProbe) -> None:
         """Go one step further, if the text allows it."""
 
+    @property
+    def kept(self) -> SkipSublayers | None:
+        """What a copy that searches no more drafts with; None for no draft."""
+        return self.best
+
     def report(self) -> list[SearchStep]:
         """A record of every iteration so far, the running one included."""
         return list(self.steps)

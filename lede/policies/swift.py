@@ -53,7 +53,9 @@ class SwiftPolicy(LayerSkippingPolicy):
 
     Source: SWIFT (arXiv 2410.06916) and its code.
     Departs from the paper: drafts are chains, not trees. Misses are counted from the last improvement. The kernel of
-    the Gaussian process (Matérn, 5/2) and how its bound is maximised are ours.
+    the Gaussian process (Matérn, 5/2) and how its bound is maximised are ours. Where drafts are sampled, the
+    probability of the likeliest token ends a draft, not that of the token that was drawn: a stop that depends on the
+    draw changes the law of the text.
     """
 
     kind: ClassVar[str] = "swift"

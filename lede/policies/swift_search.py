@@ -68,6 +68,11 @@ class SwiftSearch(SkipSearch):
         self._scores: list[float] = []
         self._stream = numpy_stream(config.seed, Purpose.POLICY)
 
+    @property
+    def kept(self) -> SkipSublayers | None:
+        """The set that drafts, also where no proposal scored above 0."""
+        return self.plan
+
     def begin(self) -> None:
         """Count the rounds of a new text."""
         self._rounds = 0

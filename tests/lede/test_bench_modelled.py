@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from lede.bench_figures import prompt_figures
+from lede.bench_lineup import policy_folder
 from lede.bench_modelled import RoundCosts, modelled_seconds, observed_features
 from lede.bench_runs import RoundCounts
 from lede.break_even import break_even_acceptance, layers_in_use
 from lede.cost_model import CostModel, Costs
 from lede.features import FeatureConfig
+from lede.policies import ThresholdPolicy
 from tests.lede.bench_examples import N_LAYERS, contender, failed, rounds, run
 
 LAYER, HEAD, POLICY = 1.0, 10.0, 100.0
@@ -89,6 +92,18 @@ def test_what_policies_observe() -> None:
     threshold = observed_features(contender("threshold", "threshold:candidates=2,4"))
     assert threshold is not None
     assert len(threshold.names) == 1
+
+
+def test_the_copy_that_decoded_tells_what_it_observes(tmp_path: Path) -> None:
+    """What was given has changed since; a copy that can't be read is passed over."""
+    found = contender("mine", "static:exit_layer=2;draft_length=3")
+    copy = policy_folder(tmp_path, "code", "mine")
+    ThresholdPolicy(measure="entropy", thresholds=0.5).save_pretrained(str(copy))
+    features = observed_features(found, tmp_path)
+    assert features is not None
+    assert features.names == ("entropy",)
+    (copy / "config.json").write_text("{")
+    assert observed_features(found, tmp_path) is None
 
 
 def test_break_even_of_free_blocks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import struct
 from dataclasses import replace
@@ -85,6 +86,21 @@ def test_json_holds_rows_prompts_and_where_it_ran(out: Path) -> None:
     assert suite["control"]["lower"] <= 1 <= suite["control"]["upper"]
 
 
+def test_speed_by_category(tmp_path: Path) -> None:
+    """Code twice as fast, prose half as fast; a prompt without a category is in none."""
+    runs = []
+    for i, (category, seconds) in enumerate([("code", 0.5)] * 6 + [("prose", 2.0)] * 2 + [("", 0.1)]):
+        runs += [run(PLAIN, i, category=category), run(CONTROL, i, category=category)]
+        runs.append(run("fast", i, seconds, category=category))
+    write(tmp_path, runs, setup(contender("fast"), n_prompts=9))
+    content = write_report(tmp_path)
+    found = {each["category"]: each for each in content["categories"] if each["name"] == "fast"}
+    told = {name: (e["n_prompts"], e["speedup_over_plain"]["value"]) for name, e in found.items()}
+    assert told == {"code": (6, 2.0), "prose": (2, 0.5)}
+    assert [found[name]["speedup_over_plain"]["resolved"] for name in ("code", "prose")] == [True, False]
+    assert BenchReport.from_json(content).to_json() == content
+
+
 def test_a_report_is_read_back_as_it_was(out: Path) -> None:
     content = write_report(out)
     report = read_report(out / "report.json")
@@ -157,6 +173,37 @@ def test_modelled_speed_comes_from_the_profile_beside_the_runs(out: Path) -> Non
     assert rows["plain"]["modelled_speedup"] == 1.0
     assert rows["wrong"]["modelled_speedup"] is None
     assert content["break_even"]["3"][0] == pytest.approx((2 * 3 + 5) / 8 - 1)
+
+
+def test_a_margin_that_is_no_number_is_an_error_and_reports(out: Path) -> None:
+    runs, found, prompts = example()
+    odd = replace(runs[3 * N_PROMPTS], policy="fast", divergence=(1, math.nan, False))
+    others = [each for each in runs if (each.policy, each.prompt_index) != (odd.policy, odd.prompt_index)]
+    write(out, [odd, *others], found, prompts)
+    assert "NaN" in (out / RUNS).read_text()
+    rows = {row["name"]: row for row in write_report(out)["rows"]}
+    assert (rows["fast"]["exact"], rows["fast"]["n_wrong"]) == ("NO", 1)
+    assert "NaN" not in (out / "report.json").read_text()
+
+
+def test_rows_are_ranked_on_the_prompts_that_plain_decoding_answered_too(tmp_path: Path) -> None:
+    """The one that failed on the slow prompt has the higher rate, and the lower speedup."""
+    found = setup(contender("lucky"), contender("steady"), n_prompts=2)
+    runs = [run(PLAIN, 0, 1.0), run(PLAIN, 1, 100.0), run("lucky", 0, 0.9), failed("lucky", 1)]
+    runs += [run("steady", 0, 0.5), run("steady", 1, 50.0)]
+    write(tmp_path, runs, found)
+    content = write_report(tmp_path)
+    rates = {row["name"]: row["tokens_per_second"] for row in content["rows"]}
+    assert rates["lucky"]["value"] > rates["steady"]["value"]
+    assert section((tmp_path / "report.md").read_text(), "code: speed") == ["steady", "lucky", "plain"]
+
+
+def test_a_report_from_before_a_column_is_read(out: Path) -> None:
+    path, content = out / "report.json", write_report(out)
+    for row in content["rows"]:
+        del row["exact_against"]
+    path.write_text(json.dumps(content))
+    assert all(row.exact_against is None for row in read_report(path).rows)
 
 
 def test_a_folder_without_a_benchmark_is_refused(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from lede.bench_cells import exact_cell
 from lede.bench_row import BenchRow
-from lede.bench_rows import rows
+from lede.bench_rows import baselines, figures_of, rows
 from lede.bench_runs import CONTROL, PLAIN, TRANSFORMERS, PromptRecord, PromptRun, Setup
 from lede.bench_speed import is_clear
 from lede.intervals import Interval
@@ -134,12 +135,13 @@ def test_a_clear_speedup_is_resolved_and_one_within_the_noise_is_not() -> None:
 @pytest.mark.parametrize(
     ("interval", "control", "n_prompts", "clear"),
     [
-        ((1.2, 1.1, 1.3), (1.0, 0.9, 1.05), 2, True),
-        ((0.8, 0.7, 0.89), (1.0, 0.9, 1.05), 2, True),
-        ((1.2, 1.05, 1.3), (1.0, 0.9, 1.05), 2, False),  # they touch
-        ((1.01, 1.0, 1.02), (1.0, 0.9, 1.1), 2, False),  # within the control's
-        ((1.2, 0.95, 1.4), (0.9, 0.85, 0.93), 2, False),  # clear of a control that is off itself, but not of 1
-        ((1.2, 1.2, 1.2), (1.0, 1.0, 1.0), 1, False),  # one prompt
+        ((1.2, 1.1, 1.3), (1.0, 0.9, 1.05), 6, True),
+        ((0.8, 0.7, 0.89), (1.0, 0.9, 1.05), 6, True),
+        ((1.2, 1.05, 1.3), (1.0, 0.9, 1.05), 6, False),  # they touch
+        ((1.01, 1.0, 1.02), (1.0, 0.9, 1.1), 6, False),  # within the control's
+        ((1.2, 0.95, 1.4), (0.9, 0.85, 0.93), 6, False),  # clear of a control that is off itself, but not of 1
+        ((1.2, 1.1, 1.3), (1.0, 0.9, 1.05), 5, False),  # five prompts
+        ((1.2, 1.2, 1.2), (1.0, 1.0, 1.0), 1, False),
         ((1.2, 1.1, 1.3), None, 9, False),
     ],
 )
@@ -163,11 +165,52 @@ def test_the_best_static_is_the_one_of_the_validation_prompts() -> None:
     assert row("static", runs, found).speedup_over_hindsight_static is not None
 
 
+def test_the_best_in_hindsight_failed_nowhere_and_wrote_the_plain_text() -> None:
+    """By the speedup over plain on the same prompts: the fastest are wrong, or failed on the slow prompt."""
+    names = ("static", "static:exit_layer=1", "static:exit_layer=2", "static:exit_layer=3")
+    found = setup(*(contender(name, name if ":" in name else "static:exit_layer=4", cost=COST) for name in names))
+    runs = [run(PLAIN, 0, 8.0), run(PLAIN, 1, 80.0), run("static", 0, 4.0), run("static", 1, 40.0)]
+    runs += [run(names[1], 0, 1.0, divergence=(2, 0.5, False)), run(names[1], 1, 10.0)]
+    runs += [run(names[2], 0, 1.0), failed(names[2], 1)]
+    runs += [run(names[3], 0, 3.0), run(names[3], 1, 30.0, divergence=(2, 1e-7, True))]
+    (held,) = baselines(figures_of(runs, found), found)
+    assert (held.best_static, held.hindsight_static) == ("static", names[3])
+
+
+def test_seconds_below_zero_are_in_sums_and_in_no_ratio() -> None:
+    """A difference of two calls: 4 tokens in -0.5 s, 4 in 1.5 s, against 1 s each of plain decoding."""
+    runs = [run("outside", 0, -0.5), run("outside", 1, 1.5), run(PLAIN, 0), run(PLAIN, 1)]
+    found = row("outside", runs, setup(contender("outside", kind="external")))
+    assert found.tokens_per_second is not None
+    assert found.tokens_per_second.value == 8.0
+    assert found.speedup_over_plain is not None
+    assert (found.speedup_over_plain.value, found.speedup_over_plain.n_prompts) == (2.0, 2)
+    assert found.speedup_over_plain.median == pytest.approx(1 / 1.5)
+    lost = [run("outside", 0, -0.5), run("outside", 1, 0.5), run(PLAIN, 0), run(PLAIN, 1)]
+    nothing = row("outside", lost, setup(contender("outside", kind="external")))
+    assert (nothing.tokens_per_second, nothing.speedup_over_plain) == (None, None)
+
+
+def test_whose_text_decided_is_told() -> None:
+    """Plain decoding stands in where transformers failed; runs without a word of it say nothing."""
+    runs = [run("drafting", 0, reference=TRANSFORMERS), run("drafting", 1, reference=TRANSFORMERS)]
+    assert row("drafting", runs, DRAFTING).exact_against == TRANSFORMERS
+    assert exact_cell(row("drafting", runs, DRAFTING)) == "yes"
+    runs[1] = replace(runs[1], reference=PLAIN)
+    assert row("drafting", runs, DRAFTING).exact_against == PLAIN
+    assert exact_cell(row("drafting", runs, DRAFTING)) == "yes (own)"
+    assert row("drafting", [run("drafting")], DRAFTING).exact_against is None
+
+
 def test_a_single_token_is_no_figure_but_a_prompt() -> None:
-    runs = [run("drafting", 0, rounds=rounds(3)), run("drafting", 1, 0.0, token_ids=(7,)), run(PLAIN, 0), run(PLAIN, 1)]
+    looping = (1, 2, 1, 2, 1, 2, 1)
+    runs = [run("drafting", 0, rounds=rounds(3), token_ids=looping), run("drafting", 1, 0.0, token_ids=(7,), text="a")]
+    runs += [run(PLAIN, 0), run(PLAIN, 1, text="a")]
     found = row("drafting", runs, DRAFTING)
     assert (found.n_prompts, found.n_failed, found.n_empty) == (2, 0, 1)
     assert found.mean_length_with_bonus_by_prompt == 4.0
+    assert found.repetition_share == 2 / 4  # of the other prompt alone
+    assert found.rouge_plain is None  # of that one plain decoding has no text
     assert found.speedup_over_plain is not None
     assert found.speedup_over_plain.n_prompts == 1
     assert found.exact == "yes"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +12,14 @@ import torch
 
 from lede.bench_runs import PLAIN, TRANSFORMERS
 from lede.benchmark import Benchmark, as_json, repetition_share
-from lede.exactness import compare
-from lede.interleaving import Call, Contender, Decode, lede_contender
+from lede.exactness import Divergence, compare
+from lede.interleaving import Call, Contender, Decode, lede_contender, prepare, take_turns
 from lede.models import load_model
 from lede.policies import StaticPolicy
 from lede.reports import coloured, markdown, plot_agreement, plot_speed, table
 from lede.rivals import Rival, rival_contender
 from lede.statistics import Round
-from tests.tiny_models import plain_generate, prompt, tiny_model
+from tests.tiny_models import plain_generate, prompt, tiny_hf_model, tiny_model
 
 
 def fixed(name: str, seconds: dict[int, float], rounds: tuple[Round, ...] = ()) -> Contender:
@@ -63,18 +66,26 @@ def test_prompts_answered_by_one_token_decode_nothing() -> None:
     assert [row.speedup for row in benchmark.rows()] == [1.0, 2.0]
 
 
-def test_order_rotates() -> None:
-    calls: list[str] = []
+def test_nobody_always_follows_the_same_one() -> None:
+    """Over many prompts each is before each other about as often as after, and right before it about as often."""
+    names, n = "abcd", 600
 
-    def recording(name: str) -> Contender:
-        def decode(call: Call) -> Decode:
-            calls.append(name)
-            return Decode((1,), 0.0, 1.0)
+    def orders(seed: int) -> list[str]:
+        model = tiny_model("llama")
+        contenders = [Contender(name, lambda call: Decode((1,), 0.0, 1.0)) for name in names]
+        call = replace(prepare(model, [1]), seed=seed)
+        turns = [list(take_turns(model, contenders, call, number)) for number in range(n)]
+        assert all([turn for turn, _, _ in each] == [0, 1, 2, 3] for each in turns)
+        return ["".join(contender.name for _, contender, _ in each) for each in turns]
 
-        return Contender(name, decode)
-
-    Benchmark(tiny_model("llama"), [recording("a"), recording("b")]).measure([[1], [2]])
-    assert calls == ["a", "b", *("a", "b"), *("b", "a")]  # warm-up first
+    found = orders(0)
+    assert found == orders(0)
+    assert found != orders(1)
+    for one, other in itertools.permutations(names, 2):
+        before = sum(order.index(one) < order.index(other) for order in found)
+        right_before = sum(one + other in order for order in found)
+        assert abs(before - n / 2) < 4 * math.sqrt(n / 4)
+        assert abs(right_before - n / 4) < 4 * math.sqrt(n * 3 / 16)
 
 
 def test_a_contender_that_fails_ends_it() -> None:
@@ -104,8 +115,6 @@ def test_verdicts_on_a_real_model() -> None:
 
 def test_a_tie_is_told_from_a_failure() -> None:
     """Two equal rows in the head: float32 may fall either way there, and nowhere else; float64 never."""
-    from tests.tiny_models import tiny_hf_model
-
     for dtype, tie in ((torch.float32, True), (torch.float64, False)):
         hf_model = tiny_hf_model("llama", dtype)
         wanted = plain_generate(load_model((hf_model, None)), prompt(0, 5), 4)
@@ -125,6 +134,29 @@ def test_a_tie_is_told_from_a_failure() -> None:
         assert wrong is not None
         assert not wrong.tie  # a token that is neither of the two is no matter of rounding
     assert compare(model, prompt(0, 5), wanted, wanted) is None
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_difference_where_logits_are_no_numbers_is_an_error(odd: float) -> None:
+    hf_model = tiny_hf_model("llama", torch.float32)
+    model, ids = load_model((hf_model, None)), prompt(0, 5)
+    with torch.no_grad():
+        hf_model.lm_head.weight.fill_(odd)
+    apart = compare(model, ids, [1, 2], [1, 3])
+    assert apart == Divergence(1, 1.0, False)
+
+
+def test_a_token_that_no_logit_allows_is_no_tie() -> None:
+    """A logit of minus infinity is as far away as can be, and not what others are measured by."""
+    model, ids = load_model((tiny_hf_model("llama", torch.float32), None)), prompt(0, 5)
+    head = model.hf_model.lm_head
+    head.register_forward_hook(lambda module, args, out: out.index_fill(-1, torch.tensor([7]), -torch.inf))
+    wanted = plain_generate(model, ids, 1)
+    assert compare(model, ids, [7], wanted) == Divergence(0, 1.0, False)
+    other = next(token for token in range(128) if token not in (7, wanted[0]))
+    apart = compare(model, ids, [other], wanted)
+    assert apart is not None
+    assert 0 < apart.margin < 3
 
 
 def test_repetition_share() -> None:

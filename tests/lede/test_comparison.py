@@ -61,6 +61,43 @@ def test_a_change_within_the_noise_is_not(tmp_path: Path, capsys: pytest.Capture
     assert "not resolved" in told
 
 
+def test_a_change_has_the_colour_of_the_prompts_in_common(tmp_path: Path) -> None:
+    """Faster on the six prompts in common, slower over all: what is resolved and shown is the former."""
+    from rich.console import Console
+
+    from lede.bench_report import read_report
+    from lede.comparison import compare_reports
+    from lede.comparison_table import shown
+
+    def written(out: Path, first_prompt: int, seconds: tuple[float, float]) -> Path:
+        halves = [seconds[i >= N // 2] for i in range(N)]
+        return _write(
+            out, [*baseline_runs(N, 1.001), *(run("drafting", i, each) for i, each in enumerate(halves))],
+            first_prompt, "drafting",
+        )  # fmt: skip
+
+    first = written(tmp_path / "a", 0, (0.1, 0.5))
+    second = written(tmp_path / "b", N // 2, (0.25, 2.0))
+    found = compare_reports(*map(read_report, (first, second)))
+    row = next(each for each in found.rows if each.name == "drafting")
+    assert row.interval is not None
+    assert row.ratio is not None
+    assert (row.n_paired, row.resolved, row.ratio < 1 < row.interval.value) == (N // 2, True, True)
+    console = Console(width=80, force_terminal=True, color_system="standard")
+    with console.capture() as told:
+        console.print(shown(found))
+    assert "\x1b[32m2.00" in told.get()
+
+
+def test_few_prompts_resolve_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five prompts in common are not enough, six are."""
+    first = report(tmp_path / "a", 0.5)
+    for n, resolved in ((6, True), (5, False)):
+        second = report(tmp_path / str(n), 0.1, first_prompt=N - n)
+        _, row, _ = compared(first, second, capsys)
+        assert (row.n_paired, row.resolved) == (n, resolved)
+
+
 def test_other_prompts_are_not_paired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their intervals are held against each other instead."""
     first = report(tmp_path / "a", 0.5)

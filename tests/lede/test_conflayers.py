@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,14 @@ def only(*unsure: int) -> np.ndarray:
     values = np.ones((N_LAYERS, 2))
     values[[layer - 1 for layer in unsure]] = 0
     return values
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock is a second after the last."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr("lede.policies.layer_search.time", clock)
 
 
 def policy(**settings: Any) -> ConfLayersPolicy:
@@ -78,6 +88,7 @@ def test_what_the_probe_is_asked(settings: dict[str, Any], question: tuple[Any, 
     assert probe.calls == [question]
 
 
+@pytest.mark.usefixtures("ticking")
 def test_a_set_is_tried_for_an_interval_and_the_best_one_is_kept() -> None:
     sets = [only(2, 4, 6), only(3, 5), only(2, 4, 6), only(2, 4, 6)]
     made, probe = policy(skip_ratio=0.2, max_iterations=3), FakeProbe(sets)  # K = floor(5 * 0.2) + 1 = 2
@@ -99,7 +110,7 @@ def test_a_set_is_tried_for_an_interval_and_the_best_one_is_kept() -> None:
         ((2, 4, 6), pytest.approx(1 / 5), 1.0, False, "scored; iterations used up"),
     ]
     assert [step.iteration for step in made.search_report()] == [1, 2, 3]
-    assert all(0 < step.seconds < 1 for step in made.search_report())
+    assert [step.seconds for step in made.search_report()] == [1.0] * 3
     assert plan_now(made) == made.best == both(3, 5)
     asked = len(probe.calls)
     play(made, probe, accepted=0, rounds=20)
@@ -188,6 +199,21 @@ def test_iterations_that_run_out_before_any_set_was_scored_end_drafting() -> Non
     assert made.pre_scan(BEFORE) is PreScan.SKIP
     assert found(made)[-1] == ((), None, None, False, "too few layers; iterations used up")
     assert len(probe.calls) == 2
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf])
+def test_confidence_that_is_no_number_ends_the_search_and_not_the_text(nothing: float) -> None:
+    broken = only(3, 5)
+    broken[3, 1] = nothing
+    made, probe = policy(), FakeProbe([only(2, 4, 6), broken])
+    play(made, probe, accepted=2, rounds=5)
+    assert not searching(made)
+    assert plan_now(made) == made.best == both(2, 4, 6)
+    assert found(made)[-1] == ((), None, None, False, "no set; confidence is no number")
+    at_once = policy()
+    play(at_once, FakeProbe(broken), accepted=2, rounds=3)
+    assert not searching(at_once)
+    assert at_once.pre_scan(BEFORE) is PreScan.SKIP  # there is no best set to draft with
 
 
 def test_a_new_text_selects_anew_and_the_search_goes_on() -> None:

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from lede.families import UnsupportedModelError
 from lede.generation import GenerateOutput, generate
-from lede.models import EarlyExitModel
+from lede.head_reading import Reading
+from lede.models import EarlyExitModel, load_model
+from lede.observer import Observer
 from lede.policies.base import ExitAt, LayerState, PreScanState, RoundReport, SkipSublayers
 from lede.policies.draft_verify import DraftVerifyPolicy
 from tests.exactness import is_exact
-from tests.tiny_models import FAMILY_NAMES, N_LAYERS, plain_generate, prompt, tiny_model
+from tests.tiny_models import FAMILY_NAMES, N_LAYERS, plain_generate, prompt, tiny_hf_model, tiny_model
 
 torch.set_num_threads(1)
 
@@ -28,9 +31,9 @@ def state(probability: float, layer: int = 3, n_drafted: int = 1) -> LayerState:
     return LayerState(layer, n_drafted, np.array([-math.log(probability)], dtype=np.float32))
 
 
-def a_round(drafted: int, accepted: int) -> RoundReport:
+def a_round(drafted: int, accepted: int, capped: bool = False) -> RoundReport:
     plan = ExitAt(3) if drafted else None
-    return RoundReport(plan, drafted, accepted, accepted + 1, probabilities=(), shadow=None)
+    return RoundReport(plan, drafted, accepted, capped, shadow=None)
 
 
 def test_threshold_moves_as_worked_out_by_hand() -> None:
@@ -52,16 +55,16 @@ def test_settings_as_published() -> None:
     assert published == (0.6, 0.9, 0.5, 0.9, 0.01)
 
 
-@pytest.mark.parametrize(("drafted", "wanted"), [(7, 0.599), (8, 0.6)])
-def test_longest_draft_does_not_lower_the_threshold(drafted: int, wanted: float) -> None:
+@pytest.mark.parametrize(("capped", "wanted"), [(False, 0.599), (True, 0.6)])
+def test_longest_draft_does_not_lower_the_threshold(capped: bool, wanted: float) -> None:
     policy = DraftVerifyPolicy(max_draft=8, acceptance_weight=0.0)
-    policy.verified(a_round(drafted, drafted))
+    policy.verified(a_round(3, 3, capped))  # the budget or the end of the text may bound it below max_draft
     assert policy.threshold == pytest.approx(wanted)
 
 
 def test_longest_draft_raises_the_threshold_all_the_same() -> None:
     policy = DraftVerifyPolicy(max_draft=8, acceptance_weight=0.0)
-    policy.verified(a_round(8, 2))
+    policy.verified(a_round(8, 2, capped=True))
     assert policy.threshold == pytest.approx(0.601)
 
 
@@ -138,6 +141,33 @@ def test_layers_the_model_cannot_do_without_are_refused(settings: dict[str, Any]
         DraftVerifyPolicy(**settings).check_model(tiny_model("llama"))
 
 
+def test_layers_that_cannot_be_run_in_part_are_refused_before_decoding() -> None:
+    hf_model = tiny_hf_model("llama")
+    hf_model.model.layers[2]._hf_hook = object()  # what accelerate leaves on modules that it moves
+    model = load_model((hf_model, None))
+    with pytest.raises(UnsupportedModelError, match="with accelerate hooks"):
+        DraftVerifyPolicy(attention=(2,)).check_model(model)
+    DraftVerifyPolicy(exit_layer=2).check_model(model)
+
+
+def test_a_blind_first_token_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is drafted whatever its probability is, so nobody reads more of it than the token."""
+    n_read = 0
+    read = Observer.read
+
+    def counting(self: Observer, logits: torch.Tensor) -> Reading:
+        nonlocal n_read
+        n_read += 1
+        return read(self, logits)
+
+    monkeypatch.setattr(Observer, "read", counting)
+    policy = DraftVerifyPolicy(exit_layer=4, threshold=1.0, step=0.0)  # no second token is ever likely enough
+    out = decoded(tiny_model("llama"), policy, 20)
+    asked = [done for done in out.rounds if done.drafted and done is not out.rounds[-1]]
+    assert {done.drafted for done in asked} == {1}
+    assert len(asked) <= n_read <= len(asked) + 1  # one position a round: the one that stops the draft
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -207,8 +237,11 @@ def test_gives_the_plain_text_and_learns(family: str, plan: dict[str, Any]) -> N
             out = decoded(model, policy, budget)
             ties += not is_exact(model, prompt(1, 17), out.sequences[0, 17:].tolist(), wanted[:budget])
         again = DraftVerifyPolicy(**plan, **TINY, max_draft=6)
+        left = 47
         for done in out.rounds:
-            again.verified(a_round(done.drafted, done.accepted))
+            capped = done.drafted > 0 and done.drafted == min(6, left - 1)
+            again.verified(a_round(done.drafted, done.accepted, capped))
+            left -= len(done.tokens)
         assert again.state() == policy.state() != DraftVerifyPolicy(**TINY).state()
         assert 0 < out.stats.accepted < out.stats.drafted
         assert len({done.drafted for done in out.rounds}) > 1

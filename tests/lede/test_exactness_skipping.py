@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from lede.decoding import Decoder
 from lede.generation import GenerateOutput, generate
 from lede.models import EarlyExitModel
-from lede.policies import ConfLayersPolicy, LayerSkippingPolicy, SkipSublayers, SwiftPolicy
+from lede.policies import ConfLayersPolicy, LayerSkippingPolicy, LayerState, SkipSublayers, SwiftPolicy
 from lede.text_probe import TextProbe
 from lede.verification import Chooser, Warp
 from tests.exactness import is_exact
@@ -159,8 +160,12 @@ def test_law_of_sampling_is_the_plain_models_while_the_search_runs(
 @pytest.mark.parametrize("name", SEARCHES)
 def test_a_saved_best_set_asks_nothing(name: str, questions: list[str], tmp_path: Any) -> None:
     model, policy = model_of("llama"), search(name)
-    while policy.best is None or len(policy.search_report()) < 3:
+    for _ in range(10):
         decode(model, prompt(1, 17), policy)
+        if policy.best is not None and len(policy.search_report()) >= 3:
+            break
+    assert policy.best is not None
+    assert len(policy.search_report()) >= 3
     assert questions
     best = policy.best
     policy.bind(model).save_pretrained(str(tmp_path))
@@ -207,17 +212,25 @@ def test_an_empty_set_never_drafts(policy_class: type[LayerSkippingPolicy], ques
 def test_an_unsure_position_is_the_last_of_its_draft() -> None:
     """Probabilities below the threshold end a draft behind the token that they belong to."""
     model, ids = model_of("llama"), prompt(0, 5)
-    seen: list[tuple[float, ...]] = []
+    asked: list[float] = []
+    drafts: list[tuple[list[float], Any]] = []  # probabilities that were asked about, and the report
 
     class Listening(ConfLayersPolicy):
+        def draft(self, state: LayerState) -> bool:
+            asked.append(math.exp(-float(state.observation[0])))
+            return super().draft(state)
+
         def verified(self, report: Any) -> None:
             assert isinstance(report.plan, SkipSublayers | None)
-            seen.append(report.probabilities)
+            if report.drafted:
+                drafts.append((list(asked), report))
+            asked.clear()
 
     policy = Listening(stop_threshold=SURE, max_draft=6)
     decode(model, ids, policy)
-    drafts = [p for p in seen if p]
-    assert all(min(p[:-1], default=1.0) >= SURE for p in drafts)
-    ended_by_doubt = [p for p in drafts if p[-1] < SURE]
+    assert all(min(p if report.capped else p[:-1], default=1.0) >= SURE for p, report in drafts)
+    ended_by_doubt = [p for p, report in drafts if not report.capped]
+    assert all(p[-1] < SURE for p in ended_by_doubt)
+    assert all(len(p) == report.drafted - report.capped for p, report in drafts)
     assert {len(p) for p in ended_by_doubt} >= {1, 2, 3}
     assert len(ended_by_doubt) < len(drafts)  # others reached the cap

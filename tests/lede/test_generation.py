@@ -29,11 +29,31 @@ from lede.policies import (
     StaticPolicy,
     ThresholdPolicy,
 )
-from lede.statistics import SECTIONS
+from lede.statistics import SECTIONS, DecodingStats, Meter
 from tests.ending_models import layer_logits
 from tests.tiny_models import N_LAYERS, plain_generate, prompt, tiny_hf_model, tiny_model
 
 IDS = prompt(0, 7)
+
+
+def test_decoding_time_ends_before_the_text_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, own = [], Meter.stats
+
+    class Tokenizer:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            done.append("text")
+            return "text"
+
+        def get_vocab(self) -> dict[str, int]:
+            return {}
+
+    def stats(meter: Meter) -> DecodingStats:
+        done.append("stats")
+        return own(meter)
+
+    monkeypatch.setattr(Meter, "stats", stats)
+    out = generate(load_model((tiny_hf_model("llama"), Tokenizer())), input_ids=IDS, max_new_tokens=3)
+    assert (out.text, done) == ("text", ["stats", "text"])
 
 
 def test_sequences_are_as_transformers_returns_them() -> None:

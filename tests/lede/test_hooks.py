@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lede.decoding import Decoder
-from lede.features import FeatureConfig
 from lede.generation import generate
 from lede.models import EarlyExitModel
 from lede.policies import (
@@ -46,17 +45,12 @@ class Curious(Policy):
 
     kind = "curious"
 
-    def __init__(self, looks: bool = False, layers: tuple[int, ...] = LAYERS, **settings: Any) -> None:
+    def __init__(self, layers: tuple[int, ...] = LAYERS, **settings: Any) -> None:
         super().__init__(candidates=(2, 4), **settings)
-        self.looks = looks
         self.layers = layers
         self.events: list[str] = []
         self.plans: list[object] = []
         self.reports: list[RoundReport] = []
-
-    @property
-    def features(self) -> FeatureConfig | None:
-        return FeatureConfig(("surprisal",)) if self.looks else None
 
     @property
     def shadow_layers(self) -> tuple[int, ...]:
@@ -129,30 +123,30 @@ def test_reports_are_the_rounds(end: int | None) -> None:
     out = generate(model, input_ids=ids, policy=policy, max_new_tokens=30, eos_token_id=eos)
     plans = iter(policy.plans)
     for report, done in zip(policy.reports, out.rounds, strict=True):
-        assert (report.drafted, report.accepted, report.committed) == (done.drafted, done.accepted, len(done.tokens))
+        assert (report.drafted, report.accepted) == (done.drafted, done.accepted)
         asked = next(plans, PreScan.SKIP)  # nobody is asked before the last token of the budget
         wanted = ExitAt(4) if asked is PreScan.SCAN else None if asked is PreScan.SKIP else asked
         assert report.plan == wanted
-        assert report.probabilities == ()
     n_positions = sum(len(done.tokens) for done in out.rounds)
     assert out.stats.head_reads == out.stats.drafted + len(LAYERS) * n_positions
 
 
-def test_probabilities_come_to_those_who_observe_surprisal() -> None:
-    """Blind plans and plans with gaps too: of the likeliest token where each was drafted."""
-    model, ids, policy = tiny_model("llama"), prompt(0, 12), Curious(looks=True, layers=())
-    out = generate(model, input_ids=ids, policy=policy, max_new_tokens=60)
-    text, at = out.sequences[0].tolist(), 12
-    p = lens(model, text, (3, 4, 5))
-    for report, done in zip(policy.reports, out.rounds, strict=True):
-        assert report.shadow is None
-        assert len(report.probabilities) == report.drafted
-        if isinstance(report.plan, ExitAt):
-            n = min(report.accepted + 1, report.drafted)  # behind the first rejection the prefix is not the text
-            wanted = p[report.plan.exit_layer - 3, at : at + n].max(-1).values.tolist()
-            assert report.probabilities[:n] == pytest.approx(wanted, rel=1e-5)
-        at += len(done.tokens)
-    assert sum(len(report.probabilities) for report in policy.reports) > 20
+def test_a_draft_that_could_not_be_longer_is_reported_as_such() -> None:
+    """Up to the cap, up to what the budget leaves, or up to a token that ends the text, accepted or not."""
+    model, ids = tiny_model("llama"), prompt(0, 12)
+    for max_draft in (2, 12):
+        policy, left = Curious(layers=(), max_draft=max_draft), 29
+        out = generate(model, input_ids=ids, policy=policy, max_new_tokens=30)
+        for report, done in zip(policy.reports, out.rounds, strict=True):
+            assert report.capped == (report.drafted > 0 and report.drafted == min(max_draft, left - 1))
+            left -= len(done.tokens)
+        assert {report.capped for report in policy.reports} == {True, False}
+    first = plain_generate(model, ids, 1)
+    end = int(lens(model, [*ids, *first], (3,))[0, -1].argmax())  # what the first plan drafts first
+    assert end != first[0]
+    policy = Curious(layers=())
+    generate(model, input_ids=ids, policy=policy, max_new_tokens=30, eos_token_id=[end])
+    assert (policy.reports[0].drafted, policy.reports[0].capped) == (1, True)
 
 
 def test_order_of_events() -> None:

@@ -118,11 +118,15 @@ def test_equal_confidence_leaves_nothing_out() -> None:
 
 
 def test_strength_follows_the_share_of_layers_left_out() -> None:
-    # L = 12, so 10 layers; wanted 0.4, too many above 0.65
+    # L = 12, so 10 layers; wanted 0.4, at least K = 5; too many above 0.65
     assert adapt_strength(0.1, 7, 12, 0.4) == pytest.approx(0.15)
     assert adapt_strength(0.1, 6, 12, 0.4) == 0.1
-    assert adapt_strength(0.1, 4, 12, 0.4) == 0.1
+    assert adapt_strength(0.1, 5, 12, 0.4) == 0.1
+    assert adapt_strength(0.1, 4, 12, 0.4) == pytest.approx(0.05)  # just the wanted share, but not tried
     assert adapt_strength(0.1, 3, 12, 0.4) == pytest.approx(0.05)
+    # L = 32: 30 * 0.4 = 12, and K = 13; too many above 19.5
+    found = [adapt_strength(0.1, n, 32, 0.4) for n in (12, 13, 19, 20)]
+    assert found == pytest.approx([0.05, 0.1, 0.1, 0.15])
 
 
 def test_sets_by_number_of_layers() -> None:

@@ -15,13 +15,17 @@ from lede.features import FeatureConfig
 from lede.generation import GenerateOutput, generate
 from lede.policies import (
     AblatedPolicy,
+    DraftVerifyPolicy,
+    DynamicExitLayerPolicy,
     ExitAt,
     LayerState,
     LearnedPolicy,
+    Policy,
     PreScan,
     PreScanState,
     StaticPolicy,
     SurvivalPolicy,
+    SwiftPolicy,
     parse_policy,
 )
 from tests.exactness import is_exact
@@ -147,8 +151,19 @@ def test_what_makes_no_ablation_is_refused(base: Path, tmp_path: Path) -> None:
         AblatedPolicy.of(base, exit_layer=0)
     with pytest.raises(ValueError, match="exit layer 9 is outside"):
         run(AblatedPolicy.of(base, exit_layer=9))
-    AblatedPolicy.of(base, exit_layer=2).save_pretrained(str(tmp_path / "ablated"))
-    with pytest.raises(ValueError, match="an ablated policy itself"):
-        AblatedPolicy.of(tmp_path / "ablated", exit_layer=2)
-    StaticPolicy(exit_layer=2).save_pretrained(str(tmp_path / "static"))
-    assert run(AblatedPolicy.of(tmp_path / "static", draft_length=3)).stats.mean_exit_layer == 2
+
+
+def test_only_bases_with_two_decisions_of_their_own_are_taken(base: Path, tmp_path: Path) -> None:
+    """Others plan gaps, which have no exit layer, or learn from rounds that an ablated policy would not report."""
+    others: list[Policy] = [
+        AblatedPolicy.of(base, exit_layer=2),
+        StaticPolicy(exit_layer=2),
+        DraftVerifyPolicy(exit_layer=2),
+        DynamicExitLayerPolicy(),
+        SwiftPolicy.from_sets(frozenset({2}), frozenset()),
+    ]
+    for policy in others:
+        folder = tmp_path / policy.kind
+        policy.save_pretrained(str(folder))
+        with pytest.raises(ValueError, match=f"holds a '{policy.kind}' policy; only a 'learned' or 'survival' one"):
+            AblatedPolicy.of(folder, draft_length=2)

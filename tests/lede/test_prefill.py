@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -117,6 +117,16 @@ def test_an_unusable_prompt_is_refused() -> None:
         prefill(tiny_model("llama"), [])
     with pytest.raises(ValueError, match="the vocabulary has 128 ids"):
         prefill(tiny_model("llama"), [128])
+
+
+def test_what_is_no_model_no_prefill_or_too_long_is_refused() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"model must come from lede\.load_model, got LlamaForCausalLM"):
+        prefill(cast(EarlyExitModel, model.hf_model), prompt(0, 5))
+    with pytest.raises(ValueError, match=f"more than the model's {model.max_positions} positions"):
+        prefill(model, [1] * (model.max_positions + 1))
+    with pytest.raises(ValueError, match=r"prefilled must come from lede\.generation\.prefill, got dict"):
+        generate(model, input_ids=prompt(0, 5), prefilled=cast(Prefill, {}), max_new_tokens=2)
 
 
 def test_clones_are_independent_and_refuse_what_does_not_fit() -> None:

@@ -161,6 +161,48 @@ def test_sampled_texts_follow_seed_and_stream() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.skipif(not WORKS, reason="assistant_early_exit fails before it drafts")
+def test_the_drafts_own_pass_of_the_prompt_is_booked_with_the_prompt(
+    own_model: EarlyExitModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that counts the layers that tokens of the prompt go through; three calls and passes, a median each."""
+    ids, clock, seen = prompt(0, 20), [0.0], []
+    stack = own_model.hf_model.model
+    whole = stack.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = kwargs.get("input_ids")
+        n_tokens = args[0].shape[1] if hidden is None else hidden.shape[1]
+        if n_tokens >= len(ids):
+            seen.append(stack.config.num_hidden_layers)
+            clock[0] += stack.config.num_hidden_layers
+        return whole(*args, **kwargs)
+
+    stack.forward = forward
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    call = prepare(own_model, ids)
+    n_before = len(seen)
+    done = rival_contender(own_model, Rival("assistant-early-exit", 2), 8).decode(call)
+    # three calls for one token; the call, whose draft and verification see the prompt; three passes at the depth
+    assert seen[n_before:] == [N_LAYERS] * 3 + [2, N_LAYERS] + [2] * 3
+    assert (done.prefill_seconds, done.decode_seconds) == (N_LAYERS + 2, 0)
+    seen.clear()
+    done = rival_contender(own_model, Rival(TRANSFORMERS), 8).decode(call)
+    assert seen == [N_LAYERS] * 4
+    assert (done.prefill_seconds, done.decode_seconds) == (N_LAYERS, 0)
+
+
+def test_seconds_after_the_first_token_keep_their_sign(
+    own_model: EarlyExitModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token takes the median of three calls; no less is booked where the whole call was faster."""
+    ticks = iter([0.0, 3.0, *(0.0, 9.0), *(0.0, 5.0), *(0.0, 4.0)])
+    call = prepare(own_model, prompt(0, 6))
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks))
+    done = rival_contender(own_model, Rival(TRANSFORMERS), 2).decode(call)
+    assert (done.prefill_seconds, done.decode_seconds, done.seconds) == (5.0, -1.0, 4.0)
+
+
 def test_warming_up_tells_of_no_failure() -> None:
     model = tiny_model("gpt2")
     warm_up(model, [rival_contender(model, Rival("assistant-early-exit", 3), 8)], prompt(0, 6))

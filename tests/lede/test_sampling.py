@@ -6,6 +6,7 @@ then also drawn 200,000 times. Two loops that break a condition of `lede.verific
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from lede.decoding import Decoder
 from lede.drafting import Draft, Drafter
 from lede.features import FEATURES, FeatureConfig
-from lede.policies import LearnedPolicy, RandomPolicy, StaticPolicy
+from lede.policies import DraftVerifyPolicy, DynamicExitLayerPolicy, LearnedPolicy, RandomPolicy, StaticPolicy
 from lede.policies.base import LayerState, Policy, PreScanState, SkipSublayers
 from lede.seeding import Purpose, torch_stream
 from lede.verification import Chooser, TorchSource, Warp
@@ -68,10 +69,30 @@ class GapsByEntropy(ByEntropy):
         return bool(state.observation[0] < 1.1)
 
 
-def random_gaps(seed: int) -> RandomPolicy:
-    policy = RandomPolicy(seed=seed, candidates=(1, 2), skip_probability=0.1, gap_probability=0.6)
+def on_table(policy: Policy) -> Policy:
+    """The policy, told of the model."""
     policy.check_model(TableModel())  # type: ignore[arg-type]
     return policy
+
+
+def random_gaps(seed: int) -> Policy:
+    return on_table(RandomPolicy(seed=seed, candidates=(1, 2), skip_probability=0.1, gap_probability=0.6))
+
+
+QUICK: dict[str, Any] = {"threshold": 0.45, "step": 0.2, "acceptance_weight": 0.2, "threshold_weight": 0.0}
+"""One round moves the threshold far."""
+LEARNING: dict[str, tuple[type[Policy], dict[str, Any]]] = {
+    "draft-verify": (DraftVerifyPolicy, QUICK),
+    "draft-verify with gaps": (DraftVerifyPolicy, {**QUICK, "attention": (2,)}),
+    "del": (DynamicExitLayerPolicy, {"every_layer": True, "prior": 0.5}),
+    "del by confidence": (DynamicExitLayerPolicy, {"every_layer": True, "stop": "confidence", "decay": 0.5}),
+}
+"""Policies that go by the rounds before, told of the table model in `learning`."""
+
+
+def learning(name: str) -> Policy:
+    policy_class, settings = LEARNING[name]
+    return on_table(policy_class(**settings))
 
 
 def learned(n_outputs: int, seed: int = 0) -> LearnedPolicy:
@@ -117,6 +138,7 @@ POLICIES: dict[str, Any] = {
     "random gaps 1": lambda: random_gaps(1),
     "learned": lambda: learned(2),
     "learned with plans": lambda: learned(4),
+    **{name: partial(learning, name) for name in LEARNING},
 }
 
 
@@ -146,6 +168,19 @@ def test_joint_law_of_three_tokens_from_many_draws(policy: str, case: str) -> No
     assert sum(counts.values()) == LANES
     law = law_of_model(model, n_tokens=4, **chosen)
     assert chi_square_z(first_tokens(counts, 3), first_tokens(law, 3)) < 5
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_what_is_learned_differs_from_path_to_path(name: str) -> None:
+    """Else the law of these policies would say nothing about learning: states and the rounds behind them must vary."""
+    made: list[Policy] = []
+
+    def make() -> Policy:
+        made.append(learning(name))
+        return made[-1]
+
+    law_of_loop(TableModel(seed=1), make, Warp(1.0), n_tokens=4)
+    assert len({str(policy.state()) for policy in made}) > 2
 
 
 class DroppingDrafter(Drafter):

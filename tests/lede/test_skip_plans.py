@@ -152,24 +152,42 @@ def test_every_sublayer_runs_as_often_as_it_must(family: str) -> None:
     assert sum(isinstance(report.plan, SkipSublayers) for report in policy.reports) > 5
 
 
+def likeliest(model: EarlyExitModel, ids: list[int], plan: SkipSublayers) -> float:
+    """Probability of the likeliest token behind a text that is drafted at once, by the last position."""
+    with torch.inference_mode():
+        cache = model.new_cache(len(ids))
+        block = model.block(cache, 0, len(ids) - 1)
+        model.run_layers(model.embed(torch.tensor([ids[:-1]]), block), 0, N_LAYERS, block)
+        block = model.block(cache, len(ids) - 1, 1)
+        hidden = model.run_layers(model.embed(torch.tensor([ids[-1:]]), block), 0, plan.prefix, block)
+        return float(model.head(model.run_skipping(hidden, plan, block))[0, -1].softmax(-1).max())
+
+
 def test_decisions_look_at_the_last_drafted_position() -> None:
     """Asked before every token but the first, behind the stack with gaps, with the reading that drafted the last."""
     policy = Gaps(5, looks=True, exits=False, max_draft=4)
     out = generate(model_of("llama"), input_ids=prompt(0, 5), policy=policy, max_new_tokens=40)
-    states, left = iter(policy.asked), 39
-    for report in policy.reports:
-        n_asked = report.drafted - (report.drafted == min(4, left - 1))  # at the cap nobody is asked
-        left -= report.committed
+    states, left, text = iter(policy.asked), 39, out.sequences[0].tolist()
+    n_compared = 0
+    for report, done in zip(policy.reports, out.rounds, strict=True):
+        assert report.capped == (report.drafted > 0 and report.drafted == min(4, left - 1))
+        n_asked = report.drafted - report.capped  # at the cap nobody is asked
         asked = [next(states) for _ in range(n_asked)]
-        if report.drafted:
-            assert [state.n_drafted for state in asked] == list(range(1, n_asked + 1))
-            assert {state.layer for state in asked} <= {N_LAYERS}
-            assert len(report.probabilities) == report.drafted
-            seen = [float(np.exp(-state.observation[0])) for state in asked]
-            assert seen == pytest.approx(list(report.probabilities[:n_asked]), rel=1e-5)
-            survival = np.cumprod(report.probabilities)[:n_asked]  # of all drafted so far, the last included
-            assert [float(state.observation[2]) for state in asked] == pytest.approx(survival.tolist(), rel=1e-5)
+        prefix = text[: len(text) - left]
+        left -= len(done.tokens)
+        if not report.drafted:
+            continue
+        assert [state.n_drafted for state in asked] == list(range(1, n_asked + 1))
+        assert {state.layer for state in asked} <= {N_LAYERS}
+        seen = [float(np.exp(-state.observation[0])) for state in asked]
+        survival = np.cumprod(seen)  # of all drafted so far, the last included
+        assert [float(state.observation[2]) for state in asked] == pytest.approx(survival.tolist(), rel=1e-5)
+        if seen:  # the first drafted position follows the text itself
+            assert isinstance(report.plan, SkipSublayers)
+            assert seen[0] == pytest.approx(likeliest(model_of("llama"), prefix, report.plan), rel=1e-5)
+            n_compared += 1
     assert next(states, None) is None
+    assert n_compared > 5
     assert len({r.drafted for r in out.rounds}) > 2
 
 

@@ -13,6 +13,7 @@ from lede.families import UnsupportedModelError
 from lede.models import EarlyExitModel, load_model
 from lede.policies import RandomPolicy, SkipSublayers
 from lede.policies.base import PreScanState
+from lede.sublayers import PLANS_KEPT
 from tests.tiny_models import FAMILY_NAMES, N_LAYERS, prompt, tiny_hf_model, tiny_model
 
 BEFORE = PreScanState(trace=0.0, recent_acceptance=None, rounds_since_draft=0, remaining=9, n_tokens=5)
@@ -102,13 +103,39 @@ def test_plans_take_turns() -> None:
         assert torch.equal(run_skipping(model, ids, gaps), wanted)
 
 
+def test_the_last_few_plans_are_kept() -> None:
+    """By what they leave out, not by which object says so; the oldest goes when there are too many."""
+    layers = tiny_model("llama")._sublayers
+    steps = layers.skipping(plan({3}, set()))
+    assert layers.skipping(plan({3}, set())) is steps
+    for layer in (2, 3, 4):
+        layers.skipping(plan(set(), {layer}))
+    assert layers.skipping(plan({3}, set())) is steps
+    layers.skipping(plan({2}, {2}))
+    assert layers.skipping(plan({3}, set())) is not steps
+    assert len(layers._recent) == PLANS_KEPT
+
+
+def test_a_forward_of_the_class_left_on_the_object_is_no_replacement() -> None:
+    """As transformers 5.0 leaves it after it collected hidden states: a copy must not run the original."""
+    hf_model, ids, gaps = tiny_hf_model("llama"), prompt(2, 9), plan({3}, {2, 4})
+    wanted = run_skipping(load_model((hf_model, None)), ids, gaps)
+    for layer in hf_model.model.layers:
+        layer.forward = layer.forward
+    model = load_model((hf_model, None))
+    model.check_sublayers()
+    assert torch.equal(run_skipping(model, ids, gaps), wanted)
+    assert all("forward" in vars(layer) for layer in hf_model.model.layers)  # the live model is as it was
+
+
 def test_models_that_a_copy_would_misread_are_refused() -> None:
     hooked = tiny_hf_model("llama")
     hooked.model.layers[2]._hf_hook = object()  # what accelerate leaves on modules that it moves
     with pytest.raises(UnsupportedModelError, match="LlamaDecoderLayer with accelerate hooks"):
         load_model((hooked, None)).check_sublayers()
     patched = tiny_hf_model("llama")
-    patched.model.layers[2].forward = patched.model.layers[2].forward
+    original = patched.model.layers[2].forward
+    patched.model.layers[2].forward = lambda *args, **kwargs: original(*args, **kwargs)
     with pytest.raises(UnsupportedModelError, match="whose forward was replaced"):
         run_skipping(load_model((patched, None)), prompt(0, 3), plan({3}, set()))
     wrapped = tiny_hf_model("gpt2")

@@ -91,8 +91,15 @@ def test_language_modelling_continues_the_first_hundred_words(tmp_path: Path) ->
     (item,) = load_suite(f"lm:{path}", Words(), validation_prompts=0).test
     assert list(item.ids) == Words()(" ".join(words[:100]))["input_ids"]
     assert item.reference == " ".join(words[100 : 100 + LM_REFERENCE_WORDS])
-    written(path, [{"text": text}, {"text": "too short"}])
-    with pytest.raises(ValueError, match=r"books.jsonl, line 2: the document has 2 words; 100 are the prompt"):
+    written(path, [{"text": "too short"}, {"text": text}, {"text": " ".join(words[:100])}])
+    suite = load_suite(f"lm:{path}", Words(), validation_prompts=0)
+    assert (len(suite.test), suite.too_short, suite.too_long) == (1, 2, 0)
+    assert suite.test[0].ids == item.ids
+    written(path, [{"text": "too short"}])
+    with pytest.raises(ValueError, match=r"no prompt for test: 0 in all, 1 documents of at most 100 words beside"):
+        load_suite(f"lm:{path}", Words())
+    written(path, [{"text": text}, {"text": 3}])
+    with pytest.raises(ValueError, match=r"books.jsonl, line 2: text must be a text, got int"):
         load_suite(f"lm:{path}", Words())
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,14 @@ from tests.fake_probe import FakeProbe, both, model_of, plan_now, play, searchin
 
 ROOT = Path(__file__).resolve().parents[2]
 N_LAYERS = 6  # 8 sublayers that may be left out
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock is a second after the last."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr("lede.policies.swift_search.time", clock)
 
 
 def policy(**settings: Any) -> SwiftPolicy:
@@ -89,6 +99,7 @@ def test_a_set_is_scored_on_the_first_new_tokens_of_a_text_that_is_long_enough()
     assert [call[1:] for call in probe.calls] == [(0, 9)]  # W + 1 tokens, each with a follower
 
 
+@pytest.mark.usefixtures("ticking")
 def test_a_better_set_drafts_and_a_worse_one_does_not() -> None:
     made, probe = policy(), scores(0.0, 0.5, 0.4, 0.5, 0.75)
     play(made, probe, accepted=1)
@@ -104,7 +115,7 @@ def test_a_better_set_drafts_and_a_worse_one_does_not() -> None:
     assert found(made) == [(s, k, "random") for s, k in zip((0, 0.5, 0.4, 0.5, 0.75), (0, 1, 0, 0, 1), strict=True)]
     steps = made.search_report()
     assert [SkipSublayers(frozenset(s.attention), frozenset(s.mlp)) for s in steps] == [c[0] for c in probe.calls]
-    assert all(0 < step.seconds < 1 for step in steps)
+    assert [step.seconds for step in steps] == [1.0] * 5
 
 
 def test_rounds_between_proposals() -> None:
@@ -237,6 +248,33 @@ def test_a_saved_best_set_is_used_with_the_search_off(tmp_path: Path) -> None:
     given.check_model(model_of(N_LAYERS))
     assert not given.searches
     assert plan_now(given) == SkipSublayers(frozenset({2}), frozenset({3, 5}))
+
+
+def test_a_search_that_never_scored_keeps_what_it_drafts_with(tmp_path: Path) -> None:
+    made = policy(max_iterations=2)
+    assert plan_now(made.frozen()) == both(2, 4)
+    play(made, scores(0.0, 0.0), accepted=1, rounds=2)
+    assert not searching(made)
+    assert made.best is None
+    made.save_pretrained(str(tmp_path))
+    loaded = load_policy(tmp_path)
+    for kept in (made, made.frozen(), loaded):
+        assert isinstance(kept, SwiftPolicy)
+        kept.check_model(model_of(N_LAYERS))
+        assert not searching(kept)
+        assert plan_now(kept) == both(2, 4)
+
+
+def test_a_state_that_cannot_go_on_here_is_not_called_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = policy(bayes_interval=25)
+    state = made.state()
+    monkeypatch.setitem(sys.modules, "sklearn.gaussian_process", None)
+    with pytest.raises(ValueError, match=r"^a swift policy's Bayesian proposals need scikit-learn"):
+        SwiftPolicy(made.config).restore(state)
+    for n_layers in (2, "many"):
+        broken = {**state, "search": {**state["search"], "n_layers": n_layers}}
+        with pytest.raises(ValueError, match="the state of the swift search is damaged"):
+            SwiftPolicy(made.config).restore(broken)
 
 
 def test_foreign_tensors_are_refused() -> None:

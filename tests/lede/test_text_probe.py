@@ -32,7 +32,7 @@ PLANS = [
 def make_probe(model: EarlyExitModel, ids: list[int], meter: Meter | None = None) -> TextProbe:
     """A probe of a text as it stands between two rounds: the last token is not in the cache."""
     cache = prefill(model, ids[:-1], capacity=len(ids) + 4).cache
-    return TextProbe(model, cache, ids, N_PROMPT, True, meter or Meter())
+    return TextProbe(model, cache, ids, N_PROMPT, meter or Meter())
 
 
 def parts(hf_model: Any) -> tuple[Any, Sequence[Any]]:
@@ -158,7 +158,7 @@ def test_matchness_is_that_of_a_model_without_the_sublayers(family: str, plan: S
     model, meter = tiny_model(family), Meter()
     ids = text_that_partly_matches(model, plan)
     probe = make_probe(model, ids, meter)
-    assert (probe.n_new, probe.n_prompt, probe.n_layers, probe.greedy) == (N_IDS - N_PROMPT, N_PROMPT, N_LAYERS, True)
+    assert (probe.n_new, probe.n_prompt, probe.n_layers) == (N_IDS - N_PROMPT, N_PROMPT, N_LAYERS)
     found = []
     for first, n_tokens in ((0, 20), (0, 1), (6, 9), (19, 1), (10, 10)):
         found.append(probe.matchness(plan, first, n_tokens))

@@ -16,7 +16,7 @@ from lede.models import EarlyExitModel
 from lede.policies import DraftVerifyPolicy, LayerSkippingPolicy, StaticPolicy, parse_policy
 from lede.tuned import planned_evaluations
 from lede.tuning import Tuner, as_it_is, budget_of, check_disjoint, is_tuned, tune
-from lede.tuning_grids import TUNED, coarse_layers, space_of, text_of
+from lede.tuning_grids import LOOKUPS, TUNED, coarse_layers, space_of, text_of
 from lede.tuning_log import TUNING
 from lede.tuning_measure import Ready
 from tests.tiny_models import N_LAYERS, prompt, tiny_model
@@ -31,14 +31,12 @@ class Clock:
     def __init__(self, speed: Callable[[str], float], stop_after: int | None = None) -> None:
         self.speed, self.stop_after = speed, stop_after
         self.made: list[tuple[str, int]] = []
-        self.plain = 0
 
     def __call__(self, ready: Sequence[Ready], prompt: int, turn: int) -> list[Decode]:
         assert ready[0].text == PLAIN
         assert len(ready) <= 8
         if self.stop_after is not None and len(self.made) >= self.stop_after:
             raise KeyboardInterrupt
-        self.plain += 1
         self.made += [(each.text, prompt) for each in ready[1:]]
         return [self._decode(each.text) for each in ready]
 
@@ -72,7 +70,6 @@ def test_static_by_name_is_swept_on_the_validation_prompts() -> None:
     assert tuned.points[0].speedup == pytest.approx(2.0)
     assert tuned.points[0].tokens_per_second == pytest.approx(200.0)
     assert len(tuned.points) == len({text for text, _ in clock.made})  # every point is kept
-    assert clock.plain >= len(clock.made) / 7
 
 
 def test_runners_up_are_contenders_at_no_cost_of_their_own() -> None:
@@ -199,7 +196,7 @@ def test_settings_and_folders_are_taken_as_they_are(tmp_path: Path) -> None:
     for text in (
         "static:exit_layer=3;draft_length=2",
         "del:stop=length",
-        "prompt-lookup",
+        "prompt-lookup:tokens=4",
         "plain",
         str(tmp_path / "mine"),
     ):
@@ -224,6 +221,35 @@ def test_failures_are_told_and_never_chosen() -> None:
 def test_an_external_rival_is_tuned_as_well() -> None:
     tuned = tune(MODEL, "assistant-early-exit", PROMPTS, measure=Clock(lambda t: 1 / (1 + abs(int(t[-1]) - 7))))
     assert (tuned.settings, tuned.policy) == ("assistant-early-exit:layer=7", None)
+
+
+def test_prompt_lookup_by_name_alone_is_tuned() -> None:
+    clock = Clock(lambda text: 1 / (1 + abs(int(settings_of(text)["tokens"]) - 5)))
+    tuned = tune(MODEL, "prompt-lookup", PROMPTS, measure=clock)
+    assert (tuned.settings, tuned.policy) == ("prompt-lookup:tokens=5", None)
+    assert {point.settings for point in tuned.points} == {f"prompt-lookup:tokens={n}" for n in LOOKUPS}
+
+
+def test_a_prompt_that_plain_decoding_fails_on_tells_nothing(tmp_path: Path) -> None:
+    class Failing(Clock):
+        without: tuple[int, ...] = (3,)
+
+        def __call__(self, ready: Sequence[Ready], prompt: int, turn: int) -> list[Decode]:
+            done = super().__call__(ready, prompt, turn)
+            return [Decode((), 0.0, 0.0, error="no memory") for _ in done] if prompt in self.without else done
+
+    tuned = tune(MODEL, "static", PROMPTS, measure=Failing(hill), out=tmp_path)
+    assert tuned.settings == "static:exit_layer=5;draft_length=6"
+    assert "1 validation prompts failed" in tuned.cost.note
+    again = tune(MODEL, "static", PROMPTS, measure=Failing(hill), out=tmp_path)
+    assert (again.points, again.cost) == (tuned.points, tuned.cost)
+    broken = [Decode((), 0.0, 0.0, error="no memory")]
+    nothing = Failing(hill)
+    nothing.without = tuple(range(8))
+    with pytest.raises(ValueError, match="the first with plain decoding failed on validation prompt 0: no memory"):
+        tune(MODEL, "static", PROMPTS, measure=nothing)
+    with pytest.raises(ValueError, match="failed on every validation prompt, the first with no memory"):
+        Tuner(MODEL, PROMPTS, measure=lambda ready, prompt, turn: broken).usage("static:exit_layer=3")
 
 
 def test_the_engine_measures_on_a_real_model(tmp_path: Path) -> None:
