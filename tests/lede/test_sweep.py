@@ -370,13 +370,8 @@ def test_without_a_sweep_the_command_trains_once(
     out = tmp_path / "out"
     command = ["train", "--buffer", on_disk, "--out", str(out), *FLAGS]
     assert main(command) == 0
-    assert sorted(path.name for path in out.iterdir()) == [
-        "checkpoints",
-        "config.json",
-        "logs",
-        "policy",
-        "seconds.json",
-    ]
+    names = "checkpoints config.json logs policy seconds.json"
+    assert sorted(path.name for path in out.iterdir()) == names.split()
     alone = train(TrainConfig(buffer="memory", out=str(tmp_path / "alone"), **QUICK), traces, progress=False)
     assert same_weights(load_policy(out / "policy"), alone)
     config = json.loads((out / "config.json").read_text())
