@@ -25,6 +25,8 @@ INTERVALS = (2, 4, 8, 15, 30)
 """Rounds that a set of conflayers may be tried for."""
 LOOKUPS = (2, 3, 5, 8, 10, 15, 20)
 """Tokens that prompt-lookup may propose."""
+STOPS = (0.0, 0.2, 0.4, 0.6, 0.8)
+"""Probabilities below which swift and conflayers end a draft; published is 0.8, which a flat model hardly passes."""
 TEXT_SHARE = 4
 """The searches of swift and conflayers look at a window of at most this part of a text (1 / TEXT_SHARE)."""
 
@@ -63,11 +65,11 @@ def space_of(name: str, n_layers: int, max_new_tokens: int) -> Space:
             )
         )
     if name == "swift":
-        return Space((_ratios(), Axis("opt_interval", OPT_INTERVALS, (1, 4)), _window(50, max_new_tokens)))
+        return Space((_ratios(), Axis("opt_interval", OPT_INTERVALS, (1, 4)), _window(50, max_new_tokens), _stops()))
     if name == "conflayers":
         fitting = tuple(n for n in INTERVALS if n <= max(INTERVALS[0], max_new_tokens // TEXT_SHARE))
         intervals = Axis("interval", fitting, fitting[:1] if len(fitting) < 3 else (fitting[1], fitting[-1]))
-        return Space((_ratios(), intervals, _window(100, max_new_tokens)))
+        return Space((_ratios(), intervals, _window(100, max_new_tokens), _stops()))
     if name == "assistant-early-exit":
         return Space((Axis("layer", layers.values, layers.coarse),))
     if name == "prompt-lookup":
@@ -77,6 +79,10 @@ def space_of(name: str, n_layers: int, max_new_tokens: int) -> Space:
 
 def _ratios() -> Axis:
     return Axis("skip_ratio", SKIP_RATIOS, (0.2, 0.4))
+
+
+def _stops() -> Axis:
+    return Axis("stop_threshold", STOPS, (0.4, 0.8))
 
 
 def _window(published: int, max_new_tokens: int) -> Axis:
