@@ -111,7 +111,7 @@ def plot_speed(rows: Sequence[BenchmarkRow], path: Path) -> None:
     """Speed over plain decoding on the same engine, a bar a contender."""
     figure, axes = _figure("Speed over plain decoding", "", "times plain (median over prompts)")
     bars = axes.bar(
-        [textwrap.fill(row.name, 15) for row in rows],  # long names side by side run into one another
+        [textwrap.fill(row.name, 12) for row in rows],  # long names side by side run into one another
         [row.speedup or 0.0 for row in rows],
         color=[BLUE if row.acceptance_rate is not None else GREY for row in rows],
         width=0.6,
