@@ -16,16 +16,17 @@ Chat = Literal["auto", "on", "off"]
 """Whether prompts go through the chat template; `auto` is on for prompts from `turns` and off for all others."""
 
 DEFAULT_PROMPTS = (
-    '"""Read and write comma separated files."""\n\nimport csv\n',
-    "def fibonacci(n):\n    ",
-    "import numpy as np\n\n\ndef normalize(x, axis=-1):\n",
-    'class Stack:\n    """A last-in first-out stack."""\n\n    def __init__(self):\n',
-    "from collections import Counter\n\n\ndef most_common_words(text, n=10):\n",
-    "import unittest\n\n\nclass TestParser(unittest.TestCase):\n    def setUp(self):\n",
-    "def binary_search(items, target):\n    low, high = 0, len(items) - 1\n",
+    '"""Read and write comma separated files."""\n\nimport csv',
+    "def fibonacci(n):",
+    "import numpy as np\n\n\ndef normalize(x, axis=-1):",
+    'class Stack:\n    """A last-in first-out stack."""\n\n    def __init__(self):',
+    "from collections import Counter\n\n\ndef most_common_words(text, n=10):",
+    "import unittest\n\n\nclass TestParser(unittest.TestCase):\n    def setUp(self):",
+    "def binary_search(items, target):\n    low, high = 0, len(items) - 1",
     "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
 )
-"""Heads of Python files, for the bundled model when no prompts are given."""
+"""Heads of Python files, for the bundled model when no prompts are given; none ends with a line break, which its
+vocabulary joins with the indentation behind it, so that a bare one looks like the end of a file."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lede.cli import COMMANDS, main
 from lede.generation import generate
 from lede.models import load_model
 
-HEADS = ["def add(a, b):\n", "import os\n\n\ndef walk(path):\n"]
+HEADS = ["def add(a, b):", "import os\n\n\ndef walk(path):"]
 
 
 @pytest.fixture
