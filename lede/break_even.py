@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lede.bench_figures import PromptFigures
-from lede.cost_profile import CostProfile
+from lede.cost_profile import CostProfile, acceptance_for
 
 
 def break_even_acceptance(
@@ -32,15 +32,7 @@ def break_even_acceptance(
         return profile.break_even(layer, n_drafted)
     share = layer / n_layers
     ratio = verification_seconds[n_drafted] / verification_seconds[0]
-    wanted = (n_drafted + 1) * share + (1 - share) * ratio
-    if wanted > n_drafted + 1:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        tokens = sum(middle**i for i in range(n_drafted + 1))
-        low, high = (middle, high) if tokens < wanted else (low, middle)
-    return high
+    return acceptance_for((n_drafted + 1) * share + (1 - share) * ratio, n_drafted)
 
 
 def layers_in_use(figures: Iterable[PromptFigures], n_layers: int) -> list[int]:

@@ -16,6 +16,20 @@ DRAFT_LENGTH = 4
 """Drafted tokens of the round that break-even is told for."""
 
 
+def acceptance_for(tokens: float, length: int) -> float | None:
+    """The acceptance a at which drafts of `length` tokens bring so many a round, 1 + a + ... + a^length.
+
+    None when not even drafts that are always accepted bring that.
+    """
+    if tokens > length + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(length + 1)) < tokens else (low, middle)
+    return high
+
+
 @dataclass(frozen=True)
 class CostProfile:
     """Measured seconds, the cost model fitted to them, and where they hold."""
@@ -81,15 +95,7 @@ class CostProfile:
         """
         context = self.contexts[0] if context is None else context
         seconds = self.costs.round_seconds(context, (), layer, length, features=None)
-        wanted = seconds / self.costs.plain_seconds(context)
-        if wanted > length + 1:
-            return None
-        low, high = 0.0, 1.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            tokens = sum(middle**i for i in range(length + 1))
-            low, high = (middle, high) if tokens < wanted else (low, middle)
-        return high
+        return acceptance_for(seconds / self.costs.plain_seconds(context), length)
 
     def of_kind(self, kind: str) -> list[Measurement]:
         """The measurements of one operation."""
