@@ -161,6 +161,7 @@ def plot_agreement(report: BenchReport, path: Path) -> None:
         colour = _LINES[place % len(_LINES)]
         axes.plot(layers, suite.agreement, color=colour, marker="o", markersize=3, label=suite.name)
     axes.set_ylim(0, 1.03)
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylabel("share of generated tokens", fontsize="small")
     axes.grid(axis="y", color="#e6eaed")
     axes.legend(frameon=False, loc="lower right", fontsize="small")

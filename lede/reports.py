@@ -103,6 +103,7 @@ def plot_agreement(agreement: Sequence[float], candidates: Sequence[int], path: 
     axes.plot(layers, agreement, color=GREY, marker="o", markersize=4, zorder=1)
     axes.scatter(candidates, [agreement[c - 1] for c in candidates], color=BLUE, zorder=2, label="candidates")
     axes.set_ylim(0, 1.03)
+    axes.locator_params(axis="x", integer=True)
     axes.legend(frameon=False, loc="lower right")
     _save(figure, path)
 
