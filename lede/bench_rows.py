@@ -195,7 +195,7 @@ def _counted(decoded: Sequence[PromptFigures], setup: Setup) -> dict[str, Any]:
     accepted, n_drafting = total(lambda f: f.accepted), total(lambda f: f.n_drafting)
     head_reads, gap_drafted = total(lambda f: f.head_reads), total(lambda f: f.gap_drafted)
     at_layers = total(lambda f: sum(n for _, n in f.exit_layers))
-    seconds = {name: total(lambda f, name=name: f.sections.get(name, 0.0)) for name in SHARES}  # type: ignore[misc]
+    seconds = {name: sum(each.sections.get(name, 0.0) for each in decoded) for name in SHARES}
     spent = sum(seconds.values())
     n_sublayers = 2 * int(setup.model["n_layers"])
     return {

@@ -191,7 +191,7 @@ def _load_scikit_learn() -> None:
         ValueError: It is not installed.
     """
     try:
-        import sklearn.gaussian_process  # noqa: F401
+        import sklearn.gaussian_process  # noqa: F401  # only whether it is there, and its seconds now
     except ImportError as error:
         raise ValueError(
             f"a swift policy's Bayesian proposals need scikit-learn ({error}): pip install 'lede-rl[bench]', or set "
