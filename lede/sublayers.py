@@ -39,11 +39,20 @@ class _NoAttention(nn.Module):
 
 
 class _NoMLP(nn.Module):
-    """An MLP that adds nothing."""
+    """An MLP that adds nothing.
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Zeros."""
-        return torch.zeros_like(hidden_states)
+    Args:
+        pair: Whether it returns a second value.
+    """
+
+    def __init__(self, pair: bool) -> None:
+        super().__init__()
+        self._pair = pair
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, None]:
+        """Zeros, and nothing else where there is something else."""
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, None) if self._pair else zeros
 
 
 class _Watched(nn.Module):
@@ -70,7 +79,8 @@ class Sublayers:
     """
 
     def __init__(self, family: Family, layers: Sequence[nn.Module]) -> None:
-        self._names = (family.attention, family.mlp)
+        self._family = family
+        self._parts = [sublayer for sublayer in (family.attention, family.mlp) if sublayer is not None]
         self._layers = layers
         self._recent: dict[SkipSublayers, Steps] = {}  # policies keep to a plan, or take turns among few
         self._checked = False
@@ -83,6 +93,11 @@ class Sublayers:
         """
         if self._checked:
             return
+        if len(self._parts) < 2:
+            raise UnsupportedModelError(
+                f"sublayers can't be left out of a {type(self._layers[0]).__name__}: its attention or its MLP is no "
+                "module that can go without the rest; use a policy whose drafts leave at an exit layer"
+            )
         for layer in self._layers:
             kind, own = type(layer).__name__, vars(layer)
             # a forward of the object's own is bound to the object it was made for: a copy would run the original
@@ -93,7 +108,7 @@ class Sublayers:
                 )
             if "forward" in own and getattr(own["forward"], "__func__", None) is not type(layer).forward:
                 raise UnsupportedModelError(f"sublayers can't be left out of a {kind} whose forward was replaced")
-            missing = [name for names in self._names for name in names if name not in layer._modules]
+            missing = [name for names in self._parts for name in names if name and name not in layer._modules]
             if missing:
                 raise UnsupportedModelError(f"sublayers can't be left out of a {kind} without {', '.join(missing)}")
         self._checked = True
@@ -134,20 +149,21 @@ class Sublayers:
         layer = self._layers[i]
         if sublayer is None:
             return layer
-        norm, name, *norm_after = self._names[sublayer]
-        nothing = _NoAttention() if sublayer == ATTENTION else _NoMLP()
-        return _copy(layer, {name: nothing, **{unused: nn.Identity() for unused in (norm, *norm_after)}})
+        norm, name, norm_after = self._parts[sublayer]
+        nothing = _NoAttention() if sublayer == ATTENTION else _NoMLP(self._family.mlp_pair)
+        return _copy(layer, {name: nothing, **{unused: nn.Identity() for unused in (norm, norm_after) if unused}})
 
     def _watched(self, i: int, record: Record) -> nn.Module:
         """Layer i, showing `record` what each sublayer adds."""
         layer = self._layers[i]
         modules: dict[str, nn.Module] = {}
-        for sublayer, names in enumerate(self._names):
+        for sublayer, part in enumerate(self._parts):
+            last = part.norm_after or part.module
 
             def show(output: torch.Tensor, sublayer: int = sublayer) -> None:
                 record(i, sublayer, output)
 
-            modules[names[-1]] = _Watched(layer.get_submodule(names[-1]), show)
+            modules[last] = _Watched(layer.get_submodule(last), show)
         return _copy(layer, modules)
 
 

@@ -131,7 +131,8 @@ def test_every_sublayer_runs_as_often_as_it_must(family: str) -> None:
             def count(_: Any, __: Any, out: Any, key: tuple[int, int] = (i + 1, kind)) -> None:
                 passed[key] += (out[0] if isinstance(out, tuple) else out).shape[1]
 
-            layer.get_submodule(names[1]).register_forward_hook(count)
+            assert names is not None
+            layer.get_submodule(names.module).register_forward_hook(count)
 
     class Counting(Gaps):
         def pre_scan(self, state: PreScanState) -> PreScan | ExitAt | SkipSublayers:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from lede.families import UnsupportedModelError
-from lede.models import EarlyExitModel, load_model
+from lede.models import load_model
 from lede.policies import RandomPolicy, SkipSublayers
 from lede.policies.base import PreScanState
 from lede.sublayers import PLANS_KEPT
+from tests.cut_models import run_skipping, without
 from tests.tiny_models import FAMILY_NAMES, N_LAYERS, prompt, tiny_hf_model, tiny_model
 
 BEFORE = PreScanState(trace=0.0, recent_acceptance=None, rounds_since_draft=0, remaining=9, n_tokens=5)
@@ -46,37 +44,6 @@ def test_prefix_and_share(attention: set[int], mlp: set[int], prefix: int, share
 def test_sets_outside_the_inner_layers_are_refused(attention: set[int], mlp: set[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(attention, mlp).check(N_LAYERS)
-
-
-class Nothing(nn.Module):
-    """Adds nothing in place of a sublayer of a copied model."""
-
-    def __init__(self, pair: bool) -> None:
-        super().__init__()
-        self.pair = pair
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        zeros = 0 * (args[0] if args else kwargs["hidden_states"])
-        return (zeros, None) if self.pair else zeros
-
-
-def without(hf_model: Any, gaps: SkipSublayers) -> Any:
-    """A copy of a transformers model whose sublayers are really gone."""
-    model = copy.deepcopy(hf_model)
-    family = load_model((model, None)).family
-    layers = getattr(getattr(model, family.decoder), family.layers)
-    for names, left_out, pair in ((family.attention, gaps.attention, True), (family.mlp, gaps.mlp, False)):
-        for layer in left_out:
-            setattr(layers[layer - 1], names[1], Nothing(pair))
-    return model
-
-
-def run_skipping(model: EarlyExitModel, ids: list[int], gaps: SkipSublayers) -> torch.Tensor:
-    """Logits `(token, vocabulary)` of a text drafted at once."""
-    with torch.inference_mode():
-        block = model.block(model.new_cache(len(ids)), 0, len(ids))
-        hidden = model.run_layers(model.embed(torch.tensor([ids]), block), 0, gaps.prefix, block)
-        return model.head(model.run_skipping(hidden, gaps, block))[0]
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

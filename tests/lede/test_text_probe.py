@@ -52,7 +52,7 @@ def outputs(hf_model: Any, ids: list[int]) -> list[list[torch.Tensor]]:
             def keep(_: Any, __: Any, out: Any, i: int = i) -> None:
                 found[i].append((out[0] if isinstance(out, tuple) else out)[0])
 
-            handles.append(getattr(layer, names[-1]).register_forward_hook(keep))
+            handles.append(layer.get_submodule(names.norm_after or names.module).register_forward_hook(keep))
     with torch.inference_mode():
         hf_model(torch.tensor([ids]))
     for handle in handles:
