@@ -61,6 +61,8 @@ class BenchConfig:
     """Device, such as cuda; the CPU unless given."""
     dtype: str | None = None
     """Dtype of the weights, such as bfloat16; float32 on the CPU unless given."""
+    compile: bool = False
+    """Compile the layers, plain decoding's too; it takes seconds before the first token."""
     threads: int | None = None
     """Threads of torch on the CPU; as many as it takes by itself unless given."""
     profile_repeats: int = 11
@@ -110,9 +112,10 @@ def run_bench(config: BenchConfig, model: EarlyExitModel | None = None) -> dict[
     names = contender_names(texts)
     check_before_loading(config, list(names))
     console = Console()
-    model = load_model(config.model, config.device, config.dtype) if model is None else model
     if config.threads is not None:
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.threads)  # before compiling, which is for a number of threads
+    if model is None:
+        model = load_model(config.model, config.device, config.dtype, compile=config.compile)
     check_fit(model, list(names))
     suites = _load_suites(config, model)
     check_prompts(config, suites, list(names))

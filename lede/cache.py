@@ -10,8 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the next tokens of some rows go."""
+
+    rows: slice | torch.Tensor
+    """The rows; as a slice where they are neighbours, so that attention looks at a view and not at a copy."""
+    index: torch.Tensor
+    """The rows, `(row, 1)`."""
+    slots: slice | torch.Tensor
+    """Positions of the tokens, `(1 or row, token)`; a slice where neighbours have the same."""
+    lowest: int
+    """The lowest position, or one below it."""
+    extent: int
+    """Number of leading slots that attention gets to see; at least the largest position plus one."""
+
+
+def neighbours(rows: Sequence[int]) -> slice | None:
+    """Rows as a slice; None when they are not in order without a gap."""
+    first = rows[0]
+    return slice(first, first + len(rows)) if list(rows) == list(range(first, first + len(rows))) else None
 
 
 class KVCache:
@@ -25,28 +48,33 @@ class KVCache:
         capacity: Slots a row, in tokens; the longest prompt plus budget.
         batch_size: Rows.
         windows: Sliding window of each layer in tokens, or None for full attention; empty means all full.
+        spare: Slots behind the capacity, for the padding of blocks; nothing there is ever seen.
     """
 
     def __init__(
-        self, n_layers: int, capacity: int, batch_size: int = 1, windows: Sequence[int | None] | None = None
+        self,
+        n_layers: int,
+        capacity: int,
+        batch_size: int = 1,
+        windows: Sequence[int | None] | None = None,
+        spare: int = 0,
     ) -> None:
         if capacity < 1 or batch_size < 1:
             raise ValueError(f"cache needs capacity and batch_size of at least 1, got {capacity} and {batch_size}")
         self.n_layers = n_layers
         self.capacity = capacity
+        self.spare = spare
         self.batch_size = batch_size
         self.windows: list[int | None] = list(windows) if windows else [None] * n_layers
         self.lengths = [0] * n_layers  # valid slots of each layer, aligned rows only
         self.keys: list[torch.Tensor | None] = [None] * n_layers
         self.values: list[torch.Tensor | None] = [None] * n_layers
         self._start = 0
-        self._slots: torch.Tensor | None = None
-        self._rows: torch.Tensor | None = None
-        self._extent = 0
+        self._place: Place | None = None
 
     def place(self, start: int) -> None:
         """Send the next updates of every layer to slots `start, start + 1, ...` of all rows."""
-        self._start, self._slots, self._rows = start, None, None
+        self._start, self._place = start, None
 
     def place_ragged(self, slots: torch.Tensor, rows: torch.Tensor, extent: int) -> None:
         """Send the next updates to per-row slots.
@@ -56,7 +84,18 @@ class KVCache:
             rows: Which rows of the batch take part, `(row,)`.
             extent: Number of leading slots that attention gets to see; at least the largest slot plus one.
         """
-        self._slots, self._rows, self._extent = slots, rows, extent
+        self.place_rows(Place(neighbours(rows.tolist()) or rows, rows[:, None], slots, 0, extent))
+
+    def place_rows(self, place: Place) -> None:
+        """Send the next updates where `place` says. How long each row is, is then for the caller to know."""
+        self._place = place
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Give the first `length` slots of one row to another."""
+        for buffers in (self.keys, self.values):
+            for buffer in buffers:
+                if buffer is not None:
+                    buffer[target, :, :length] = buffer[source, :, :length]
 
     def rewind(self, length: int, first_layer: int = 0) -> None:
         """Forget every slot from `length` on, in the layers after the first `first_layer`."""
@@ -73,14 +112,14 @@ class KVCache:
         used = max(self.lengths, default=0)
         if capacity < used:
             raise ValueError(f"the cache holds {used} tokens, a clone of capacity {capacity} can't")
-        if self._slots is not None:
+        if self._place is not None:
             raise ValueError("a cache whose rows sit at positions of their own can't be cloned")
-        other = KVCache(self.n_layers, capacity, self.batch_size, self.windows)
+        other = KVCache(self.n_layers, capacity, self.batch_size, self.windows, self.spare)
         other.lengths = list(self.lengths)
         for mine, others in ((self.keys, other.keys), (self.values, other.values)):
             for i, (buffer, length) in enumerate(zip(mine, self.lengths, strict=True)):
                 if buffer is not None:
-                    copy = buffer.new_zeros((*buffer.shape[:2], capacity, buffer.shape[3]))
+                    copy = buffer.new_zeros((*buffer.shape[:2], capacity + self.spare, buffer.shape[3]))
                     copy[:, :, :length] = buffer[:, :, :length]
                     others[i] = copy
         return other
@@ -116,11 +155,8 @@ class KVCache:
         The signature is the one that transformers' attention calls; further arguments of theirs are not needed.
         """
         keys, values = self._buffers(layer_idx, key_states, value_states)
-        if self._slots is not None and self._rows is not None:
-            rows, slots = self._rows.to(keys.device), self._slots.to(keys.device)
-            keys[rows[:, None], :, slots] = key_states.transpose(1, 2)
-            values[rows[:, None], :, slots] = value_states.transpose(1, 2)
-            return keys[rows, :, : self._extent], values[rows, :, : self._extent]
+        if self._place is not None:
+            return self._update_rows(self._place, keys, values, key_states, value_states, layer_idx)
         start, end = self._start, self._start + key_states.shape[2]
         assert self.lengths[layer_idx] == start, f"layer {layer_idx} holds {self.lengths[layer_idx]}, not {start}"
         if end > self.capacity:
@@ -131,14 +167,37 @@ class KVCache:
         first = self.first_slot(layer_idx, start)
         return keys[:, :, first:end], values[:, :, first:end]
 
+    def _update_rows(
+        self,
+        place: Place,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, slots = place.rows, place.slots
+        if isinstance(slots, slice):
+            keys[rows, :, slots] = key_states
+            values[rows, :, slots] = value_states
+        else:
+            index, slots = place.index.to(keys.device), slots.to(keys.device)
+            keys[index, :, slots] = key_states.transpose(1, 2)
+            values[index, :, slots] = value_states.transpose(1, 2)
+        seen = slice(self.first_slot(layer, place.lowest), place.extent)
+        if isinstance(rows, slice):
+            return keys[rows, :, seen], values[rows, :, seen]
+        rows = rows.to(keys.device)
+        return keys[:, :, seen].index_select(0, rows), values[:, :, seen].index_select(0, rows)
+
     def _buffers(
         self, layer: int, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.keys[layer], self.values[layer]
         if keys is None or values is None:
             # zeros, not empty: masked slots are multiplied by a weight of 0, and 0 * NaN is NaN
-            shape = (self.batch_size, key_states.shape[1], self.capacity, key_states.shape[3])
+            shape = (self.batch_size, key_states.shape[1], self.capacity + self.spare, key_states.shape[3])
             keys = self.keys[layer] = key_states.new_zeros(shape)
-            shape = (self.batch_size, value_states.shape[1], self.capacity, value_states.shape[3])
+            shape = (self.batch_size, value_states.shape[1], self.capacity + self.spare, value_states.shape[3])
             values = self.values[layer] = value_states.new_zeros(shape)
         return keys, values

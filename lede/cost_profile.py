@@ -62,6 +62,8 @@ class CostProfile:
     """The fitted model."""
     residuals: dict[str, float]
     """Root mean square of (predicted / measured - 1) by kind of operation, and over `all`."""
+    compiled: bool = False
+    """Whether the model's layers were compiled."""
 
     def head_over_layer(self) -> float:
         """A head read in layers, both measured at one token and the shortest context."""
@@ -120,7 +122,8 @@ class CostProfile:
                 "make it again with `lede profile`"
             )
         try:
-            values = {field.name: content[field.name] for field in fields(cls)}
+            values = {field.name: content[field.name] for field in fields(cls) if field.name != "compiled"}
+            values["compiled"] = content.get("compiled", False)  # profiles of before it could be say nothing
             costs = values["costs"]
             values["costs"] = CostModel(
                 costs["n_layers"],

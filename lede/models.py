@@ -7,9 +7,8 @@ model's own. What is supported stands in `lede.families`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,17 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers.utils import logging
 
-from lede.cache import KVCache
+from lede.adapters import adapted
+from lede.blocks import MAX_ROWS, Block, Tables
+from lede.cache import KVCache, Place, neighbours
+from lede.devices import home_of, places_of
+from lede.ends import Embedding, Readout, part
 from lede.families import FAMILIES, Family, UnsupportedModelError, check_supported
+from lede.fast_linear import accelerated, stands_for
 from lede.sublayers import Record, Sublayers
 
 if TYPE_CHECKING:
+    from lede.compiled_layers import CompiledLayers
     from lede.policies.base import SkipSublayers
 
 __all__ = [
@@ -42,39 +47,20 @@ DEMO_FOLDER = Path(__file__).parent / "demo" / "model"
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
 
 
-@dataclass
-class Block:
-    """Where a block of tokens sits: its positions, rotary tables and masks, shared by every span it goes through."""
-
-    positions: torch.Tensor
-    """Positions of the tokens, `(1 or row, token)`."""
-    cache: KVCache
-    """The cache that the layers read and extend."""
-    start: int | None
-    """Position of the first token when all rows are aligned; None for ragged rows."""
-    rows: torch.Tensor | None
-    """The rows of the cache that take part, `(row,)`; None for all."""
-    extent: int
-    """Slots visible to attention in a ragged block."""
-    rotary: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """Rotary tables by layer type."""
-    masks: dict[int | None, torch.Tensor | None]
-    """Attention masks by sliding window."""
-
-
 class EarlyExitModel:
     """A transformers causal LM that can be run span by span and read at any layer.
 
     Args:
-        hf_model: The causal LM; taken as it is, neither cast nor moved.
+        hf_model: The causal LM; taken as it is, neither cast nor moved. Of a peft model the causal LM inside.
         tokenizer: Its tokenizer, or None when only token ids are used.
         name: What to call it in reports; its path, hub id or class.
     """
 
     def __init__(self, hf_model: Any, tokenizer: Any = None, name: str | None = None) -> None:
+        hf_model = adapted(hf_model)
         self.config = hf_model.config
         self.family = check_supported(self.config)
-        if hf_model.training and _trains_otherwise(hf_model):
+        if _trains_otherwise(hf_model):
             raise ValueError(
                 "the model is in training mode and has dropout or gradient checkpointing; call model.eval() first"
             )
@@ -85,22 +71,25 @@ class EarlyExitModel:
         self.tokenizer = tokenizer
         self.name = name or type(hf_model).__name__
         stack = getattr(hf_model, self.family.decoder)
-        self._embed: nn.Module = hf_model.get_input_embeddings()
-        self._positions: nn.Module | None = getattr(stack, self.family.positions) if self.family.positions else None
-        self._rotary: nn.Module | None = getattr(stack, self.family.rotary) if self.family.rotary else None
-        self._layers: list[nn.Module] = list(getattr(stack, self.family.layers))
-        self._steps = list(enumerate(self._layers))
-        self._sublayers = Sublayers(self.family, self._layers)
-        self._norm: nn.Module = getattr(stack, self.family.norm)
-        self._head: nn.Module = hf_model.get_output_embeddings()
-        self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self._embed = Embedding(hf_model, self.family)
+        self.readout = Readout(hf_model, self.family)
+        rotary: nn.Module | None = getattr(stack, self.family.rotary, None) if self.family.rotary else None
+        layers: Any = part(stack, self.family.layers)
+        self._parts: list[nn.Module] = [*layers, self.readout.head]
+        self.compiled: CompiledLayers | None = None
+        self.compile_seconds = 0.0
+        self._accelerate()
         self.n_layers = len(self._layers)
         types = getattr(self.config, "layer_types", None)
         window = getattr(self.config, "sliding_window", None)
         self.layer_types = list(types) if types else [_default_type(self.family, window)] * self.n_layers
         self.windows = [window if t == "sliding_attention" else None for t in self.layer_types]
+        typed = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+        types_told = self.layer_types if typed and self.family.rotary_by_type else [""] * self.n_layers
+        self.places = places_of(self._layers)
+        self.tables = Tables(rotary, types_told, self.windows, self.places, lambda: self.attention, self.max_positions)
         arguments = inspect.signature(self._layers[0].forward).parameters
-        self._cache_argument = next(a for a in _CACHE_ARGUMENTS if a in arguments)
+        self.cache_argument = next(a for a in _CACHE_ARGUMENTS if a in arguments)
 
     def __repr__(self) -> str:
         kind = self.config.model_type
@@ -126,12 +115,12 @@ class EarlyExitModel:
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        return next(self._embed.parameters()).device
+        return home_of(self._embed.tokens)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the hidden states."""
-        return next(self._embed.parameters()).dtype
+        return next(self._embed.tokens.parameters()).dtype
 
     @property
     def max_positions(self) -> int:
@@ -153,13 +142,15 @@ class EarlyExitModel:
 
     def new_cache(self, capacity: int, batch_size: int = 1) -> KVCache:
         """An empty cache for this model; capacity in tokens."""
-        return KVCache(self.n_layers, capacity, batch_size, self.windows)
+        if not all(map(stands_for, (*self._layers, self.readout.head), self._parts)):
+            self._accelerate()  # somebody put other modules into the model, adapters for example
+        return KVCache(self.n_layers, capacity, batch_size, self.windows, MAX_ROWS if self.compiled else 0)
 
     def block(self, cache: KVCache, start: int, n_tokens: int) -> Block:
         """Place `n_tokens` tokens at positions `start, start + 1, ...` of every row of the cache."""
         cache.place(start)
         positions = torch.arange(start, start + n_tokens, device=self.device)[None]
-        return Block(positions, cache, start, None, start + n_tokens, {}, {})
+        return Block(positions, cache, start, None)
 
     def ragged_block(self, cache: KVCache, positions: torch.Tensor, rows: torch.Tensor) -> Block:
         """Place tokens at `positions` `(row, token)` of the given rows `(row,)` of the cache.
@@ -170,19 +161,62 @@ class EarlyExitModel:
         extent = int(positions.max()) + 1
         if extent > cache.capacity:
             raise ValueError(f"the cache holds {cache.capacity} tokens, {extent} were needed")
-        return Block(positions, cache, None, rows, extent, {}, {})
+        place = Place(neighbours(rows.tolist()) or rows, rows[:, None], positions, 0, extent)
+        return Block(positions, cache, None, place)
+
+    def rows_block(self, cache: KVCache, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> Block:
+        """Place `lengths[i]` tokens of the row `rows[i]` of the cache from position `starts[i]` on.
+
+        Padded like a `ragged_block`, for a caller that knows its rows: nothing is asked of the device, and rows that
+        are neighbours or start together cost no copies or masks. Padding past the capacity goes to the last slot, which
+        no row may be using then. Nobody counts how long the rows are.
+        """
+        lowest, width = min(starts), max(lengths)
+        extent = max(start + length for start, length in zip(starts, lengths, strict=True))
+        if extent > cache.capacity:
+            raise ValueError(f"the cache holds {cache.capacity} tokens, {extent} were needed")
+        aligned, span = max(starts) == lowest, neighbours(rows)
+        places = torch.arange(lowest, lowest + width, device=self.device)[None]
+        if not aligned:
+            places = places + torch.tensor([[start - lowest] for start in starts], device=self.device)
+            if max(starts) + width > cache.capacity:
+                places.clamp_(max=cache.capacity - 1)
+        index = torch.tensor(rows, device=self.device)
+        slots = places if span is None or not aligned else slice(lowest, lowest + width)
+        place = Place(span or index, index[:, None], slots, lowest, extent)
+        return Block(places, cache, lowest if aligned else None, place)
+
+    def compile(self) -> bool:
+        """Compile the layers for the few rows of decoding, in seconds; what they say differs by rounding only.
+
+        On the CPU inductor needs a C++ compiler; on a GPU each layer becomes a CUDA graph. Where it does not work the
+        model runs eagerly as before, and a warning says why.
+
+        Returns:
+            Whether the layers are compiled; `compile_seconds` says how long it took.
+        """
+        from lede.compilation import compile_layers  # torch's compiler is slow to import
+
+        return compile_layers(self)
+
+    def _accelerate(self) -> None:
+        """Take the layers and the head of the transformers model, with fast kernels where there are any."""
+        *layers, self.readout.head = map(accelerated, self._parts)
+        self._layers = layers
+        self.steps = list(enumerate(layers))
+        self._sublayers = Sublayers(self.family, layers)
+        self.compiled = None
 
     def embed(self, token_ids: torch.Tensor, block: Block) -> torch.Tensor:
         """Hidden states before the first layer, `(row, token, width)`, of ids `(row, token)`."""
-        hidden: torch.Tensor = self._embed(token_ids)
-        return hidden if self._positions is None else hidden + self._positions(block.positions)
+        return self._embed(token_ids, block.positions)
 
     def run_layers(self, hidden: torch.Tensor, first: int, last: int, block: Block) -> torch.Tensor:
         """Hidden states after `last` layers of states after `first` layers, `(row, token, width)`.
 
         Layers first+1..last run once over the block's tokens and extend the cache.
         """
-        return self._run(hidden, self._steps[first:last], block)
+        return self._run(hidden, self.steps[first:last], block)
 
     def run_skipping(self, hidden: torch.Tensor, plan: SkipSublayers, block: Block) -> torch.Tensor:
         """Hidden states of a draft with gaps, `(row, token, width)`, of states after the layers before the first gap.
@@ -202,7 +236,7 @@ class EarlyExitModel:
         Raises:
             UnsupportedModelError: The layers can't be run in part.
         """
-        return self._run(hidden, self._sublayers.recording(record), block)
+        return self.run_eagerly(hidden, self._sublayers.recording(record), block)
 
     def check_sublayers(self) -> None:
         """Raise UnsupportedModelError when `run_skipping` and `run_recording` can't run this model's layers."""
@@ -210,60 +244,28 @@ class EarlyExitModel:
 
     def _run(self, hidden: torch.Tensor, steps: Iterable[tuple[int, nn.Module]], block: Block) -> torch.Tensor:
         """States after these layers, each given with its place in the stack."""
-        if block.start is not None:
+        if self.compiled is not None and self.compiled.takes(block, hidden.shape[1]):
+            return self.compiled.run(hidden, steps, block)
+        return self.run_eagerly(hidden, steps, block)
+
+    def run_eagerly(self, hidden: torch.Tensor, steps: Iterable[tuple[int, nn.Module]], block: Block) -> torch.Tensor:
+        """States after these layers, run as they are, also where they are compiled."""
+        if block.place is not None:
+            block.cache.place_rows(block.place)
+        elif block.start is not None:
             block.cache.place(block.start)
-        elif block.rows is not None:
-            block.cache.place_ragged(block.positions, block.rows, block.extent)
         for i, layer in steps:
-            arguments: dict[str, Any] = {
-                "attention_mask": self._mask(block, i, hidden),
-                "position_ids": block.positions,
-                "use_cache": True,
-                self._cache_argument: block.cache,
-            }
-            if self._rotary is not None:
-                arguments["position_embeddings"] = self._rotary_table(block, self.layer_types[i], hidden)
-            out = layer(hidden, **arguments)
+            arguments = self.tables.arguments(block, i, hidden)
+            out = layer(hidden, **arguments, **{self.cache_argument: block.cache})
             hidden = out[0] if isinstance(out, tuple) else out
         return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """A head read: logits `(row, token, vocabulary)` of hidden states through the final norm and the LM head."""
-        logits: torch.Tensor = self._head(self._norm(hidden))
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
-
-    def _rotary_table(self, block: Block, layer_type: str, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        key = layer_type if self.family.rotary_by_type else ""
-        if key not in block.rotary:
-            assert self._rotary is not None
-            extra = (layer_type,) if self.family.rotary_by_type else ()
-            block.rotary[key] = self._rotary(hidden, block.positions, *extra)
-        return block.rotary[key]
-
-    def _mask(self, block: Block, layer: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Who sees whom, `(row or 1, 1, query, slot)`; None where attention needs no mask."""
-        window = self.windows[layer]
-        if window in block.masks:
-            return block.masks[window]
-        n_queries = hidden.shape[1]
-        visible: torch.Tensor | None = None
-        if block.start is None:
-            slots = torch.arange(block.extent, device=hidden.device)
-            visible = _causal(block.positions[:, :, None].to(hidden.device), slots, window)[:, None]
-        elif n_queries > 1:
-            # sdpa draws the plain causal triangle itself, and faster, when nothing came before
-            triangle = block.start == 0 and (window is None or window >= n_queries)
-            if not (triangle and self.attention == "sdpa"):
-                first = block.cache.first_slot(layer, block.start)
-                slots = torch.arange(first, block.start + n_queries, device=hidden.device)
-                visible = _causal(block.positions[0][:, None].to(hidden.device), slots, window)[None, None]
-        if visible is not None and self.attention == "eager":
-            lowest = torch.finfo(hidden.dtype).min
-            visible = torch.zeros(visible.shape, dtype=hidden.dtype, device=hidden.device).masked_fill(~visible, lowest)
-        block.masks[window] = visible
-        return visible
+        compiled = self.compiled if hidden.shape[0] == 1 and hidden.shape[1] <= MAX_ROWS else None
+        read = self.readout if compiled is None else compiled.read
+        logits = read(hidden)
+        return logits if self.places is None else logits.to(self.device)
 
 
 def _default_type(family: Family, window: int | None) -> str:
@@ -271,15 +273,16 @@ def _default_type(family: Family, window: int | None) -> str:
 
 
 def _trains_otherwise(hf_model: Any) -> bool:
-    """Whether training mode changes what the layers do: dropout, or checkpointing, which leaves the cache out."""
-    dropout = [m.p for m in hf_model.modules() if isinstance(m, nn.Dropout)]
-    dropout.append(getattr(hf_model.config, "attention_dropout", 0))  # called as a function in most families
-    return any(dropout) or any(getattr(module, "gradient_checkpointing", False) for module in hf_model.modules())
+    """Whether training mode changes what the layers do: dropout, or checkpointing, which leaves the cache out.
 
-
-def _causal(queries: torch.Tensor, slots: torch.Tensor, window: int | None) -> torch.Tensor:
-    visible = slots <= queries
-    return visible if window is None else visible & (slots > queries - window)
+    A module may be in it alone: peft's adapters are when they were just added.
+    """
+    rates = ("attention_dropout", "dropout", "embedding_dropout")  # called as functions in most families
+    return (hf_model.training and any(getattr(hf_model.config, rate, 0) for rate in rates)) or any(
+        (isinstance(module, nn.Dropout) and module.p) or getattr(module, "gradient_checkpointing", False)
+        for module in hf_model.modules()
+        if module.training
+    )
 
 
 @contextmanager
@@ -300,6 +303,7 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     gguf_file: str | None = None,
     revision: str | None = None,
+    compile: bool = False,
     **from_pretrained: Any,
 ) -> EarlyExitModel:
     """Load a model for early-exit decoding.
@@ -311,6 +315,7 @@ def load_model(
         dtype: Of the weights; float32 on the CPU and the checkpoint's own elsewhere when not given.
         gguf_file: Name of a GGUF file in the folder; needs the packages gguf and accelerate (extra `gguf`).
         revision: Hub revision.
+        compile: Compile the layers, see `EarlyExitModel.compile`.
         **from_pretrained: Passed on to transformers' `from_pretrained`, e.g. attn_implementation, device_map.
 
     Raises:
@@ -320,7 +325,7 @@ def load_model(
     if isinstance(model, tuple):
         if device is not None or dtype is not None or gguf_file is not None or revision is not None or from_pretrained:
             raise ValueError("a (model, tokenizer) pair is taken as it is; leave out device, dtype and loading options")
-        return EarlyExitModel(*model)
+        return _compiled(EarlyExitModel(*model), compile)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = str(DEMO_FOLDER) if str(model) == "demo" else str(model)
@@ -352,4 +357,10 @@ def load_model(
     except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"cannot load model '{model}': {first_line}") from error
-    return EarlyExitModel(hf_model.eval(), tokenizer, str(model))
+    return _compiled(EarlyExitModel(hf_model.eval(), tokenizer, str(model)), compile)
+
+
+def _compiled(model: EarlyExitModel, wanted: bool) -> EarlyExitModel:
+    if wanted:
+        model.compile()
+    return model

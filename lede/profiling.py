@@ -25,6 +25,8 @@ class ProfileConfig:
     """Device, such as cuda; the CPU unless given."""
     dtype: str | None = None
     """Dtype of the weights, such as bfloat16; float32 on the CPU unless given."""
+    compile: bool = False
+    """Compile the layers, plain decoding's too; it takes seconds before the first token."""
     contexts: str = "128,512,2048"
     """Context lengths in tokens; those that the model has no positions for are left out."""
     candidates: str | None = None
@@ -73,7 +75,7 @@ def profile(config: ProfileConfig, model: EarlyExitModel | None = None) -> CostP
     from lede.features import parse_candidates
     from lede.models import load_model
 
-    model = load_model(config.model, config.device, config.dtype) if model is None else model
+    model = load_model(config.model, config.device, config.dtype, compile=config.compile) if model is None else model
     candidates = parse_candidates(config.candidates, model.n_layers)
     contexts = fitting(config.context_lengths, model)
     config.out.parent.mkdir(parents=True, exist_ok=True)  # fails before the measuring, not after
@@ -130,4 +132,5 @@ def measured_profile(
         measurements=tuple(measurements),
         costs=costs,
         residuals=residuals(costs, measurements),
+        compiled=model.compiled is not None,
     )

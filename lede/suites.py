@@ -75,7 +75,8 @@ def _spec_bench(entry: dict[str, Any]) -> _Entry:
 
 
 def _human_eval(entry: dict[str, Any]) -> _Entry:
-    return _Entry(Prompt(_text(entry, "prompt")), reference=_text(entry, "canonical_solution"))
+    """A prompt without the line break at its end, which tokenizers join with the indentation that follows."""
+    return _Entry(Prompt(_text(entry, "prompt").rstrip()), reference=_text(entry, "canonical_solution"))
 
 
 def _gsm8k(entry: dict[str, Any]) -> _Entry:

@@ -53,7 +53,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def run(policy: object, family: str = "llama", budget: int = 40) -> GenerateOutput:
-    return generate(tiny_model(family), input_ids=IDS, policy=policy, max_new_tokens=budget)  # type: ignore[arg-type]
+    return generate(tiny_model(family), input_ids=IDS, policy=policy, max_new_tokens=budget)
 
 
 def test_a_fixed_length_leaves_the_layers_to_the_base(base: Path) -> None:

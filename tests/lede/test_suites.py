@@ -147,6 +147,12 @@ def test_long_prompts_are_left_out_and_counted(tmp_path: Path) -> None:
         load_suite(f"jsonl:{path}", Words(), validation_prompts=2, max_prompt_tokens=2)
 
 
+def test_humaneval_prompts_end_before_the_line_break() -> None:
+    entry = FORMATS["humaneval"]({"prompt": 'def f():\n    """One."""\n', "canonical_solution": "    return 1"})
+    assert entry is not None
+    assert entry.prompt.text == 'def f():\n    """One."""'
+
+
 @pytest.mark.parametrize(
     ("kind", "line", "message"),
     [

@@ -1,0 +1,82 @@
+"""Compiling a model's layers, with a trial that says whether it worked."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from lede.blocks import MAX_ROWS
+from lede.cache import KVCache
+from lede.compiled_layers import ROW_BUCKETS, CompiledLayers
+
+if TYPE_CHECKING:
+    from lede.models import EarlyExitModel
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
+"""How far compiled and eager states of a layer may lie apart, as a share of the largest, and still be rounding.
+
+Most models take their norms in float32, whatever their dtype."""
+PROMPT, CAPACITY = 5, 128
+"""Tokens of the trial, and slots of its cache."""
+
+
+def compile_layers(model: EarlyExitModel) -> bool:
+    """Compile the layers of a model, and check them against eager ones on a short text.
+
+    Takes seconds. Where it does not work, for want of a C++ compiler or because a family can't be compiled, the model
+    runs eagerly as before, and a warning says why.
+
+    Returns:
+        Whether the layers are compiled.
+    """
+    started = time.perf_counter()
+    model.compiled = compiled = None
+    if model.places is not None:
+        reason = "accelerate's hooks move them or their input between devices"
+    else:
+        try:
+            compiled = CompiledLayers(model.tables, model.cache_argument, model.readout, _stand_still(model))
+            apart = _trial(model, compiled)
+            reason = "" if apart <= TOLERANCE.get(model.dtype, 0.0) else f"states differ by {apart:.1e} of the largest"
+        except Exception as error:  # whatever inductor, its C++ compiler or a CUDA graph may raise: eager runs go on
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    if reason:
+        warnings.warn(f"the layers could not be compiled and run eagerly: {reason}", stacklevel=2)
+        return False
+    model.compiled = compiled
+    model.compile_seconds = time.perf_counter() - started
+    return True
+
+
+def _stand_still(model: EarlyExitModel) -> bool:
+    """Whether addresses and shapes must stand still: for CUDA graphs."""
+    return model.device.type == "cuda"
+
+
+@torch.inference_mode()
+def _trial(model: EarlyExitModel, compiled: CompiledLayers) -> float:
+    """How far compiled layers are from eager ones at most, given the same states, behind a prompt and rejections."""
+    watched, other = (KVCache(model.n_layers, CAPACITY, windows=model.windows, spare=MAX_ROWS) for _ in range(2))
+    length, apart = 0, 0.0
+    for n_tokens in (PROMPT, *ROW_BUCKETS, *ROW_BUCKETS):  # twice: what differs from call to call is left open then
+        ids = torch.arange(length, length + n_tokens, device=model.device)[None] % model.vocab_size
+        block, mine = model.block(watched, length, n_tokens), model.block(other, length, n_tokens)
+        hidden = model.embed(ids, block)
+        for i in range(model.n_layers):
+            step = model.steps[i : i + 1]
+            found = compiled.run(hidden, step, mine) if length else model.run_eagerly(hidden, step, mine)
+            hidden = model.run_eagerly(hidden, step, block)
+            apart = max(apart, _distance(found, hidden))
+        if length:
+            apart = max(apart, _distance(compiled.read(hidden), model.readout(hidden)))
+        length += max(1, n_tokens - 1)
+        for cache in (watched, other):
+            cache.rewind(length)
+    return apart
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())

@@ -1,0 +1,225 @@
+"""Decoder layers compiled one by one, for the few rows of decoding.
+
+A layer is compiled once for one row and once for several, and all layers alike share the result, so any span can be run
+and compiling takes seconds, not minutes. Keys and values go to the same preallocated buffers as in eager runs.
+
+Blocks are padded to a few numbers of rows, each with kernels of its own. On a GPU each call replays a recorded CUDA
+graph, for which addresses and shapes must stand still, so attention looks at a bucket of slots through a mask. What the
+padding writes lies behind the block and is overwritten before anyone looks there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch._inductor.test_operators  # registers the operator by which inductor is told to store a value
+from torch import nn
+from torch.nn import functional
+
+from lede.blocks import MAX_ROWS, Block, Tables
+from lede.ends import Readout
+
+ROW_BUCKETS = (1, 2, 4, 6, 8, 12, MAX_ROWS)
+"""Rows of a block, padding included."""
+SLOT_BUCKET = 256
+"""On a GPU attention looks at a multiple of so many slots."""
+VARIANTS = 64
+"""Variants of a layer that torch may keep for each number of rows: kinds of layers, with and without sublayers."""
+
+Arguments = dict[str, Any]
+
+
+class _OpenSlots:
+    """The cache of one layer as its attention sees it while being compiled, sizes left open."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, start: int, first: int) -> None:
+        self.keys, self.values, self.start, self.first = keys, values, start, first
+        self.extended = False
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `KVCache.update` does for aligned rows."""
+        end = self.start + key_states.shape[2]
+        self.keys[:, :, self.start : end] = key_states
+        self.values[:, :, self.start : end] = value_states
+        self.extended = True
+        return self.keys[:, :, self.first : end], self.values[:, :, self.first : end]
+
+
+class _FixedSlots:
+    """The same with addresses and shapes that stand still: where to write is a tensor, what to see a bucket."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, extent: int) -> None:
+        self.keys, self.values, self.slots, self.extent = keys, values, slots, extent
+        self.extended = False
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `KVCache.update` does for aligned rows, but that a mask hides what is not to be seen."""
+        self.keys.index_copy_(2, self.slots, key_states)
+        self.values.index_copy_(2, self.slots, value_states)
+        self.extended = True
+        return self.keys[:, :, : self.extent], self.values[:, :, : self.extent]
+
+
+def _run_open(
+    layer: nn.Module,
+    hidden: torch.Tensor,
+    arguments: Arguments,
+    cache_argument: str,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    first: int,
+) -> tuple[torch.Tensor, bool]:
+    """States after a layer, and whether it extended the cache."""
+    slots = _OpenSlots(keys, values, start, first)
+    out = layer(hidden, **arguments, **{cache_argument: slots})
+    return (out[0] if isinstance(out, tuple) else out), slots.extended
+
+
+def _run_fixed(
+    layer: nn.Module,
+    hidden: torch.Tensor,
+    arguments: Arguments,
+    cache_argument: str,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    places: torch.Tensor,
+    extent: int,
+) -> tuple[torch.Tensor, bool]:
+    """The same for a padded block."""
+    slots = _FixedSlots(keys, values, places, extent)
+    out = layer(hidden, **arguments, **{cache_argument: slots})
+    return (out[0] if isinstance(out, tuple) else out), slots.extended
+
+
+class CompiledLayers:
+    """Runs layers of one model compiled.
+
+    Args:
+        tables: What the layers are given.
+        cache_argument: What the layers call their cache.
+        read: From states to logits.
+        fixed: Whether shapes stand still, for CUDA graphs.
+    """
+
+    def __init__(self, tables: Tables, cache_argument: str, read: Readout, fixed: bool) -> None:
+        self.fixed = fixed
+        self._tables = tables
+        self._cache_argument = cache_argument
+        self._twins: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+        # torch tells layers apart by what they are made of; its default of 8 variants is for smaller programs
+        torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+        self._graphs = fixed and torch.cuda.is_available()
+        mode = "reduce-overhead" if self._graphs else None
+        run: Any = _run_fixed if fixed else _run_open
+        self._layer = {rows: torch.compile(_own(run), dynamic=True, mode=mode) for rows in ROW_BUCKETS}
+        self._head = {rows: torch.compile(_own(_read), dynamic=True) for rows in ROW_BUCKETS}
+        self._readout = read
+
+    def takes(self, block: Block, n_tokens: int) -> bool:
+        """Whether a block of so many tokens can be run: a short one behind a prompt, all rows aligned."""
+        if block.place is not None or not block.start or n_tokens > MAX_ROWS:
+            return False
+        return block.start + bucket(n_tokens) <= block.cache.capacity + block.cache.spare
+
+    def run(self, hidden: torch.Tensor, steps: Iterable[tuple[int, nn.Module]], block: Block) -> torch.Tensor:
+        """States `(1, token, width)` after layers of states before them; each layer comes with its place."""
+        cache, start, n_tokens = block.cache, block.start, hidden.shape[1]
+        assert start is not None
+        end = start + n_tokens
+        if end > cache.capacity:
+            raise ValueError(f"the cache holds {cache.capacity} tokens, {end} were needed")
+        rows = bucket(n_tokens)
+        if self.fixed or rows > n_tokens:
+            block, hidden = self._padded(block, hidden, rows)
+        if self._graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        run_layer = self._layer[rows]
+        for i, layer in steps:
+            arguments = self._tables.arguments(block, i, hidden)
+            keys, values = cache.keys[i], cache.values[i]
+            assert keys is not None, f"layer {i} has not seen the prompt"
+            assert values is not None
+            where: tuple[Any, ...] = (start, cache.first_slot(i, start))
+            if self.fixed:
+                where = (block.positions[0], block.extent)
+                for buffer in (keys, values):
+                    if self._graphs and not hasattr(buffer, "_dynamo_static_input_type"):
+                        torch._dynamo.mark_static_address(buffer)
+            hidden, extended = run_layer(
+                self._twin(layer), hidden, arguments, self._cache_argument, keys, values, *where
+            )
+            if extended:
+                assert cache.lengths[i] == start, f"layer {i} holds {cache.lengths[i]}, not {start}"
+                cache.lengths[i] = end
+        if rows > n_tokens:
+            hidden = hidden[:, :n_tokens]
+        return hidden.clone() if self._graphs else hidden  # the next replay writes where this one did
+
+    def read(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits `(1, token, vocabulary)` of states `(1, token, width)`."""
+        n_tokens = hidden.shape[1]
+        rows = bucket(n_tokens)
+        logits: torch.Tensor = self._head[rows](self._readout, _pad(hidden, rows))
+        return logits if rows == n_tokens else logits[:, :n_tokens]
+
+    def _twin(self, layer: nn.Module) -> nn.Module:
+        twin = self._twins.get(layer)
+        if twin is None:
+            twin = self._twins[layer] = _unnumbered(layer)
+        return twin
+
+    def _padded(self, block: Block, hidden: torch.Tensor, rows: int) -> tuple[Block, torch.Tensor]:
+        """A block and its states with so many rows."""
+        assert block.start is not None
+        if block.padded is None or block.padded.positions.shape[1] != rows:
+            end = block.start + rows
+            positions = torch.arange(block.start, end, device=block.positions.device)[None]
+            room = block.cache.capacity + block.cache.spare
+            extent = min(-(-end // SLOT_BUCKET) * SLOT_BUCKET, room) if self.fixed else None
+            block.padded = Block(positions, block.cache, block.start, None, extent=extent)
+        return block.padded, _pad(hidden, rows)
+
+
+def bucket(n_tokens: int) -> int:
+    """Rows that a block of so many tokens is padded to."""
+    return next(rows for rows in ROW_BUCKETS if rows >= n_tokens)
+
+
+def _pad(hidden: torch.Tensor, rows: int) -> torch.Tensor:
+    padding = rows - hidden.shape[1]
+    return functional.pad(hidden, (0, 0, 0, padding)) if padding else hidden
+
+
+def _read(readout: Readout, hidden: torch.Tensor) -> torch.Tensor:
+    return readout(hidden)
+
+
+def _own(function: Any) -> FunctionType:
+    """The same function with code of its own: torch keeps what it compiled, and its limits, by code."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+def _unnumbered(module: nn.Module) -> nn.Module:
+    """A copy in which every part is layer 0.
+
+    The number only tells a cache where to write, and torch would compile each layer for its own.
+    """
+    parts = {name: part if part is None else _unnumbered(part) for name, part in module._modules.items()}
+    numbered = isinstance(vars(module).get("layer_idx"), int)
+    if not numbered and all(parts[name] is part for name, part in module._modules.items()):
+        return module
+    twin = copy.copy(module)
+    twin._modules = parts
+    if numbered:
+        vars(twin)["layer_idx"] = 0
+    return twin
