@@ -108,7 +108,7 @@ class StoreSettings:
         values = {name: value for name, value in attributes.items() if name in known}
         try:
             features = values.pop("features")
-            values["features"] = FeatureConfig(**{**features, "names": tuple(features["names"])})
+            values["features"] = FeatureConfig.from_json(features)
             values["reward"] = RewardConfig(**values["reward"])
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:

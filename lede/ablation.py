@@ -9,7 +9,7 @@ forecast and drafted in the round; a network knows what the set tells.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -19,10 +19,10 @@ from lede.acceptance import Array, Bools, area_under_curve, calibration_error, f
 from lede.cost_model import CostModel
 from lede.cost_tables import CostTables
 from lede.draft_rounds import DraftRounds, Stage
-from lede.features import FEATURES, FeatureConfig
+from lede.features import CALIBRATED, FEATURES, FeatureConfig
 from lede.policies.survival import SurvivalPolicy
 from lede.reference_program import ProgramConfig, ReferenceProgram
-from lede.reference_thresholds import lane_decisions, reference_thresholds
+from lede.reference_thresholds import fit_forecast, lane_decisions, reference_thresholds
 from lede.round_behaviour import record
 from lede.seeding import Purpose, numpy_stream
 from lede.simulation import play
@@ -42,6 +42,7 @@ def _sets() -> dict[str, FeatureConfig]:
         "+ history": ("acceptance", "since_draft"),
         "+ draft": ("drafted", "survival"),
         "+ certainty": ("certainty",),
+        "+ calibrated": CALIBRATED,
     }
     found: dict[str, FeatureConfig] = {}
     names: tuple[str, ...] = ()
@@ -117,7 +118,8 @@ def ablate(
     """
     deployed = reference_thresholds(training, costs, candidates, max_draft=max_draft, seed=seed)
     found = []
-    for name, features in sets.items():
+    for name, given in sets.items():
+        features = _fitted(given, training, costs, candidates, max_draft, seed)
         seen = _everything(features)
         fitted, met = (
             _on_plans(_rounds(training, costs, candidates, seen, max_draft, seed), seed),
@@ -140,8 +142,23 @@ def ablate(
 
 
 def _everything(features: FeatureConfig) -> FeatureConfig:
-    """All features there are, those of the set with its settings."""
-    return FeatureConfig(tuple(FEATURES), features.top_k, features.window, features.draft_agreement)
+    """All features there are, those of the set with its settings; what is calibrated if the set has it."""
+    names = tuple(name for name in FEATURES if features.calibrated or name not in CALIBRATED)
+    return replace(features, names=names)
+
+
+def _fitted(
+    features: FeatureConfig,
+    training: TraceTable,
+    costs: CostModel,
+    candidates: Sequence[int],
+    max_draft: int,
+    seed: int,
+) -> FeatureConfig:
+    """The set with the forecast that it needs."""
+    if not features.calibrated or features.forecast is not None:
+        return features
+    return replace(features, forecast=fit_forecast(training, costs, candidates, max_draft, seed))
 
 
 def _rounds(

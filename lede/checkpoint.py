@@ -235,7 +235,10 @@ def _card(policy: Policy) -> str:
         name = Path(name).resolve().name  # a local path says nothing elsewhere
     tags = ["lede", "early-exit", "self-speculative-decoding", policy.kind]
     front = ["library_name: lede", *([f"base_model: {json.dumps(name)}"] if name is not None else []), "tags:"]
-    settings = "\n".join(f"| {key} | `{json.dumps(value)}` |" for key, value in asdict(policy.config).items())
+    config = asdict(policy.config)
+    if isinstance(config.get("features"), dict):
+        config["features"].pop("forecast", None)  # coefficients are nothing to read
+    settings = "\n".join(f"| {key} | `{json.dumps(value)}` |" for key, value in config.items())
     base = f"It belongs to the model {name}" if name is not None else "It runs on any model that its layers fit"
     seconds = ""
     if policy.profile is not None:

@@ -16,7 +16,8 @@ import torch
 
 from lede.cache import KVCache
 from lede.cost_model import Kind, Measurement
-from lede.features import WALL_CLOCK_FEATURES, ConfidenceTrace, FeatureConfig
+from lede.features import CALIBRATED_FEATURES, ConfidenceTrace, FeatureConfig
+from lede.forecast import N_WEIGHTS, Forecast
 from lede.history import History
 from lede.models import EarlyExitModel
 from lede.observer import Observation, Observer
@@ -28,10 +29,10 @@ MAX_Q = 16
 """Most tokens in a verification that is timed."""
 
 _HIDDEN = (64, 64)
-_FEATURES: dict[Kind, FeatureConfig] = {
-    "features": FeatureConfig(tuple(name for name in WALL_CLOCK_FEATURES if name != "entropy")),
-    "features_entropy": FeatureConfig(WALL_CLOCK_FEATURES),
-    "features_top_k": FeatureConfig(tuple("confidence" if name == "entropy" else name for name in WALL_CLOCK_FEATURES)),
+_NAMES: dict[Kind, tuple[str, ...]] = {
+    "features": tuple(name for name in CALIBRATED_FEATURES if name != "entropy"),
+    "features_entropy": CALIBRATED_FEATURES,
+    "features_top_k": tuple("confidence" if name == "entropy" else name for name in CALIBRATED_FEATURES),
 }
 """Observations that differ in what is read off the logits and hardly in anything else."""
 _CHUNK = 512  # tokens of a prefill at once, which bounds the memory of its masks
@@ -82,17 +83,18 @@ class Workbench:
         self._hidden = model.embed(self._ids[:, :MAX_Q], block)
         self._states = [self._hidden[:, i : i + 1] for i in range(MAX_Q)]
         self._logits = model.head(self._hidden)[0]
-        self._observers = {
-            kind: Observer(features, model.n_layers, model.vocab_size) for kind, features in _FEATURES.items()
-        }
+        rows = tuple(tuple(draw.normal(size=N_WEIGHTS).tolist()) for _ in candidates)
+        forecast = Forecast(self.candidates, rows, rows)
+        features = {kind: FeatureConfig(names, forecast=forecast) for kind, names in _NAMES.items()}
+        self._observers = {kind: Observer(each, model.n_layers, model.vocab_size) for kind, each in features.items()}
         trace = ConfidenceTrace(1.0, FeatureConfig().window)
         for value in draw.random(2 * trace.window).tolist():
             trace.push(value)
         self._history = History(trace)
-        widths = (len(WALL_CLOCK_FEATURES), *_HIDDEN, 2)
+        widths = (len(CALIBRATED_FEATURES), *_HIDDEN, 2)
         network = [(draw.normal(size=(b, a)), draw.normal(size=b)) for a, b in pairwise(widths)]
         self._policy = LearnedPolicy.from_network(
-            network, features=FeatureConfig(WALL_CLOCK_FEATURES), candidates=self.candidates
+            network, features=features["features_entropy"], candidates=self.candidates
         )
         self._chooser = Chooser(Warp(), TorchSource(torch.Generator()))
         # the whole model's own choices, so that acceptance goes through the whole draft
@@ -108,7 +110,7 @@ class Workbench:
         pass_on, read = self._pass_on, self._read(1)
         decisions: dict[Kind, tuple[Callable[[], object], tuple[Callable[[], object], ...]]] = {
             "observe": (before_scan, (pass_on,)),
-            **{kind: (partial(self._look, kind), (pass_on, read)) for kind in _FEATURES},
+            **{kind: (partial(self._look, kind), (pass_on, read)) for kind in _NAMES},
             "policy": (partial(self._policy.scan, state), (pass_on, read, look)),
             "choose": (self._choose, (pass_on, read)),
         }

@@ -183,8 +183,9 @@ class CostModel:
         A head read and a choice; what the features remember of a drafted position is read too.
         """
         seconds = self.head_seconds() + self.costs.choose
-        remembers = features is not None and not {"trace", "survival", "certainty"}.isdisjoint(features.names)
-        return seconds + (self._reading_seconds(features) if features is not None and remembers else 0.0)
+        if features is None or {"trace", "survival", "certainty", "outlook"}.isdisjoint(features.names):
+            return seconds
+        return seconds + self._reading_seconds(features)
 
     def _reading_seconds(self, features: FeatureConfig) -> float:
         """Seconds of reading what the features name off logits."""

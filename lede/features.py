@@ -23,11 +23,14 @@ import numpy.typing as npt
 
 from lede.candidates import default_candidates, parse_candidates
 from lede.confidence_trace import ConfidenceTrace
+from lede.forecast import Forecast
 
 if TYPE_CHECKING:
     from lede.primitives import Primitives, primitives, surprisal
 
 __all__ = [
+    "CALIBRATED",
+    "CALIBRATED_FEATURES",
     "DEFAULT_FEATURES",
     "DRAFT",
     "FEATURES",
@@ -43,6 +46,7 @@ __all__ = [
     "ConfidenceTrace",
     "Feature",
     "FeatureConfig",
+    "Forecast",
     "Primitives",
     "default_candidates",
     "parse_candidates",
@@ -111,6 +115,14 @@ FEATURES: dict[str, Feature] = {
         Feature("drafted", "tokens drafted in this round before this position", _AT_LAYERS, float(MAX_DRAFTED)),
         Feature("survival", "product of p1 over the positions drafted in this round", _AT_LAYERS, 1.0),
         Feature("certainty", "exp(-sum of p2 / p1 over the positions drafted in this round)", _AT_LAYERS, 1.0),
+        Feature(
+            "chance",
+            "c = calibrated probability that the token here is accepted if those drafted before it are: a logistic "
+            "regression on -log p1, log p1 - log p2 and the tokens drafted, for each candidate (`lede.forecast`)",
+            _AT_LAYERS,
+            1.0,
+        ),
+        Feature("outlook", "product of c over the positions drafted in this round and the one here", _AT_LAYERS, 1.0),
         Feature("in_scan", "1 in the scan", _AT_LAYERS, 1.0),
         Feature("in_draft", "1 in the draft", _AT_LAYERS, 1.0),
     )
@@ -140,6 +152,12 @@ WALL_CLOCK_FEATURES = (
 )
 """What a policy that weighs seconds looks at."""
 
+CALIBRATED = ("chance", "outlook")
+"""Features that need a `Forecast`, which is fitted on traces."""
+
+CALIBRATED_FEATURES = (*WALL_CLOCK_FEATURES, *CALIBRATED)
+"""The same with what is calibrated: the default of training for wall-clock."""
+
 
 @dataclass(frozen=True)
 class FeatureConfig:
@@ -153,6 +171,8 @@ class FeatureConfig:
     """Positions that enter `trace`, in tokens."""
     draft_agreement: bool = False
     """Whether `agreement` is defined in the draft too, at the price of a second head read for each position there."""
+    forecast: Forecast | None = None
+    """Coefficients of `chance` and `outlook`; training fits them."""
 
     def __post_init__(self) -> None:
         odd = [name for name in self.names if name not in FEATURES]
@@ -162,6 +182,34 @@ class FeatureConfig:
             raise ValueError(f"top_k and window must be at least 1, got {self.top_k} and {self.window}")
         if self.draft_agreement and "agreement" not in self.names:
             raise ValueError("draft_agreement pays for the feature 'agreement', which is not among the names")
+        if self.forecast is not None and not self.calibrated:
+            raise ValueError(f"the forecast serves {' and '.join(CALIBRATED)}, neither of which is among the names")
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> FeatureConfig:
+        """A config back from what `dataclasses.asdict` and JSON made of it."""
+        forecast = values.get("forecast")
+        found = {**values, "names": tuple(values["names"])}
+        return cls(**{**found, "forecast": None if forecast is None else Forecast.from_json(forecast)})
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a forecast belongs to the observation."""
+        return not set(CALIBRATED).isdisjoint(self.names)
+
+    @property
+    def fitted(self) -> Forecast | None:
+        """The forecast; None where none belongs to the observation.
+
+        Raises:
+            ValueError: One does, but has not been fitted.
+        """
+        if self.calibrated and self.forecast is None:
+            raise ValueError(
+                f"the features {' and '.join(name for name in CALIBRATED if name in self.names)} need a forecast: take "
+                "the features of a trained policy, or fit one with lede.reference_thresholds.fit_forecast"
+            )
+        return self.forecast
 
     @property
     def draft_head_reads(self) -> int:

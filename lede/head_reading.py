@@ -46,7 +46,7 @@ class HeadReader:
     def __init__(self, features: FeatureConfig) -> None:
         names = set(features.names)
         self._entropy, self._token = "entropy" in names, "agreement" in names
-        self._margin = bool(names & {"margin", "certainty"})
+        self._margin = bool(names & {"margin", "certainty", "chance", "outlook"})
         self._top_k = features.top_k if "confidence" in names else 0
         self._shifted = self._powers = np.empty(0, dtype=np.float32)
 

@@ -42,7 +42,11 @@ class LaneFeatures:
         margin = (top1 - table.top2[:, columns], None if branches is None else branches.top1 - branches.top2)
         if "margin" in names:
             self._primitives["margin"] = margin
-        self._margin = margin if "certainty" in names else None
+        self._forecast = features.fitted
+        if self._forecast is not None:
+            self._forecast.check_candidates(candidates.tolist())
+        self._layers = candidates
+        self._margin = margin if "certainty" in names or self._forecast is not None else None
         self._agreement = _agreement(table.token[:, columns]) if "agreement" in names else None
         self._columns = columns
         self._last_surprisal = -table.top1[:, -1].astype(np.float64)
@@ -58,6 +62,8 @@ class LaneFeatures:
         self._accepted = np.zeros((n_lanes, RECENT_ROUNDS), dtype=np.int64)
         self._since = np.zeros(n_lanes, dtype=np.int64)
         self._survival, self._certainty = np.zeros(n_lanes), np.zeros(n_lanes)  # their negative logarithms
+        self._log_outlook = np.zeros(n_lanes)  # of what is drafted
+        self._left_before = np.zeros(n_lanes, dtype=np.int64)  # in this round
 
     def restart(self, lanes: Ints, anchor: npt.NDArray[np.float64]) -> None:
         """Forget the history of lanes."""
@@ -68,14 +74,20 @@ class LaneFeatures:
 
     def begin_round(self, lanes: Ints) -> None:
         """Nothing is drafted yet."""
-        self._survival[lanes] = self._certainty[lanes] = 0
+        self._survival[lanes] = self._certainty[lanes] = self._log_outlook[lanes] = 0
+        self._left_before[lanes] = 0
 
     def left(self, lanes: Ints, candidate: Ints, row: Ints, branch: Ints, offset: Ints) -> None:
         """Positions are drafted and left at their candidate."""
         surprisal = self._value(self._left, candidate, row, branch, offset).astype(np.float64)
         self._survival[lanes] += surprisal
         if self._margin is not None:
-            self._certainty[lanes] += np.exp(-self._value(self._margin, candidate, row, branch, offset))
+            margin = self._value(self._margin, candidate, row, branch, offset)
+            self._certainty[lanes] += np.exp(-margin)
+            if self._forecast is not None:
+                layer, before = self._layers[candidate], self._left_before[lanes]
+                self._log_outlook[lanes] += self._forecast.log_chances(layer, surprisal, margin, before)
+        self._left_before[lanes] += 1
         self._push(lanes, surprisal)
 
     def verified(self, lanes: Ints, drafted: Ints, accepted: Ints, bonus: bool, rows: Ints) -> None:
@@ -104,8 +116,13 @@ class LaneFeatures:
             name: np.where(looks, self._value(pair, candidate, row, branch, offset), 0)
             for name, pair in self._primitives.items()
         }
+        chance, outlook = self._calibrated(looks, drafting, candidate, row, branch, offset, drafted)
         for name in self.features.names:
-            if name == "depth":
+            if name == "chance":
+                values[name] = chance
+            elif name == "outlook":
+                values[name] = outlook
+            elif name == "depth":
                 values[name] = np.where(looks, self._depth[candidate], 0)
             elif name == "trace":
                 values[name] = self._trace(np.arange(stage.size))
@@ -141,6 +158,18 @@ class LaneFeatures:
             if astray.size:
                 value[astray] = on_branch[branch[astray], self._place(branch[astray], offset[astray])]
         return value
+
+    def _calibrated(
+        self, looks: Bools, drafting: Bools, candidate: Ints, row: Ints, branch: Ints, offset: Ints, drafted: Ints
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Of the position alone, and with those drafted before it; 0 where nobody looks or nothing is calibrated."""
+        nothing = np.zeros(looks.size)
+        if self._forecast is None or self._margin is None:
+            return nothing, nothing
+        surprisal, margin = (self._value(pair, candidate, row, branch, offset) for pair in (self._left, self._margin))
+        here = self._forecast.log_chances(self._layers[candidate], surprisal, margin, np.where(drafting, drafted, 0))
+        whole = here + np.where(drafting, self._log_outlook, 0.0)
+        return np.where(looks, np.exp(here), 0.0), np.where(looks, np.exp(whole), 0.0)
 
     def _place(self, branch: Ints, offset: Ints) -> Ints:
         """Position within a branch, the last one where it was not followed further."""

@@ -34,9 +34,13 @@ _NOTHING_READ = Reading()
 class Doubt:
     """What speaks against the draft of this round, summed over its positions at the exit layer."""
 
-    __slots__ = ("runner_up", "surprisal")
+    __slots__ = ("log_outlook", "positions", "runner_up", "surprisal")
 
     def __init__(self) -> None:
+        self.positions: list[tuple[float, float]] = []
+        """-log p1 and log p1 - log p2 of those that are not in `log_outlook` yet, in nats."""
+        self.log_outlook = 0.0
+        """Of the logarithm of the calibrated chance; an observer brings it up to date."""
         self.surprisal = 0.0
         """Of -log p1, in nats."""
         self.runner_up = 0.0
@@ -46,6 +50,7 @@ class Doubt:
         """A position is drafted."""
         self.surprisal += surprisal
         self.runner_up += math.exp(-margin)
+        self.positions.append((surprisal, margin))
 
 
 class Observer:
@@ -61,8 +66,10 @@ class Observer:
         self.features = features
         self.n_layers = n_layers
         self.wants_survival = "survival" in features.names
-        self.wants_certainty = "certainty" in features.names
+        self.wants_certainty = not {"certainty", "outlook"}.isdisjoint(features.names)
+        """Whether margins of drafted positions are wanted."""
         self.wants_agreement = "agreement" in features.names
+        self._forecast = features.fitted
         self._reader = HeadReader(features)
         self._most_entropy = math.log(vocab_size)
         places = {name: i for i, name in enumerate(FEATURES)}
@@ -79,7 +86,7 @@ class Observer:
 
     def before_scan(self, history: History) -> Observation:
         """The observation `(feature,)` of the pre-scan."""
-        return self._assemble(PRE_SCAN, history, 0, _NOTHING_READ, -1, 0, 0.0, 0.0)
+        return self._assemble(PRE_SCAN, history, 0, _NOTHING_READ, -1, 0, 0.0, 0.0, 0.0, 0.0)
 
     def in_scan(self, history: History, layer: int, reading: Reading, token_before: int) -> Observation:
         """The observation `(feature,)` of a candidate in the scan.
@@ -90,7 +97,10 @@ class Observer:
             reading: Of the candidate.
             token_before: The likeliest token of the candidate inspected before it; -1 for none.
         """
-        return self._assemble(SCAN, history, layer, reading, token_before, 0, 1.0, 1.0)
+        chance = 0.0
+        if self._forecast is not None:
+            chance = math.exp(self._forecast.log_chance(layer, reading.surprisal, reading.margin, 0))
+        return self._assemble(SCAN, history, layer, reading, token_before, 0, 1.0, 1.0, chance, chance)
 
     def in_draft(
         self, history: History, layer: int, reading: Reading, token_before: int, n_drafted: int, doubt: Doubt
@@ -106,7 +116,18 @@ class Observer:
             doubt: What their positions said at the exit layer.
         """
         survival, certainty = math.exp(-doubt.surprisal), math.exp(-doubt.runner_up)
-        return self._assemble(DRAFT, history, layer, reading, token_before, n_drafted, survival, certainty)
+        chance = outlook = 0.0
+        if self._forecast is not None:
+            log_chance = self._forecast.log_chance
+            first = n_drafted - len(doubt.positions)
+            for place, (surprisal, margin) in enumerate(doubt.positions, first):
+                doubt.log_outlook += log_chance(layer, surprisal, margin, place)
+            doubt.positions.clear()
+            here = log_chance(layer, reading.surprisal, reading.margin, n_drafted)
+            chance, outlook = math.exp(here), math.exp(doubt.log_outlook + here)
+        return self._assemble(
+            DRAFT, history, layer, reading, token_before, n_drafted, survival, certainty, chance, outlook
+        )
 
     def _assemble(
         self,
@@ -118,6 +139,8 @@ class Observer:
         n_drafted: int,
         survival: float,
         certainty: float,
+        chance: float,
+        outlook: float,
     ) -> Observation:
         surprisal, margin, entropy, confidence, token = reading
         trace, most = history.trace_value(), MAX_CONFIDENCE
@@ -134,6 +157,8 @@ class Observer:
             n_drafted if n_drafted < MAX_DRAFTED else MAX_DRAFTED,
             survival,
             certainty,
+            chance,
+            outlook,
             stage == SCAN,
             stage == DRAFT,
         )

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lede.acceptance import AcceptanceModel
+from lede.acceptance import DRAFTING, SCANNING, AcceptanceModel
 from lede.cost_model import CostModel
 from lede.cost_tables import CostTables
 from lede.draft_rounds import DraftRounds, Stage
 from lede.features import FeatureConfig
+from lede.forecast import FORECAST_INPUTS, Forecast
 from lede.policies.base import BLIND
 from lede.policies.survival import SURVIVAL_FEATURES, SurvivalPolicy
 from lede.rewards import EXIT
@@ -63,6 +64,24 @@ def fit_forecasts(
     rounds = DraftRounds(table, CostTables(costs, candidates, table.max_context, max_draft), chosen, seed=seed)
     parts = [watch_plans(rounds, numpy_stream(seed, Purpose.SYNTHESIS, n), seed=seed)[0] for n in range(passes)]
     return fit_acceptance(join_visits(parts), chosen)
+
+
+def fit_forecast(
+    table: TraceTable, costs: CostModel, candidates: Sequence[int], max_draft: int = 12, seed: int = 0
+) -> Forecast:
+    """Coefficients of the features `chance` and `outlook`, fitted where random plans lead.
+
+    Args:
+        table: Traces of training prompts.
+        costs: What operations cost.
+        candidates: Candidate layers.
+        max_draft: Most tokens drafted in a round.
+        seed: Of the rounds that it is fitted on, and of the acceptance of sampled drafts.
+    """
+    inputs = FeatureConfig(names=FORECAST_INPUTS)
+    model = fit_forecasts(table, costs, candidates, inputs, max_draft, seed=seed)
+    first, later = (tuple(tuple(row) for row in model.weights[stage].tolist()) for stage in (SCANNING, DRAFTING))
+    return Forecast(tuple(candidates), first, later)
 
 
 def search_thresholds(

@@ -37,7 +37,8 @@ class RoundTransitions:
     seconds: npt.NDArray[np.float64]  # (row,)
     """Spent by the decision."""
     progress: npt.NDArray[np.float64]  # (row,)
-    """Tokens committed, each weighed by the time that it takes the clairvoyant; over all prompts they add up alike."""
+    """Tokens that will be committed thanks to the decision: accepted drafts where they are drafted, and what a
+    verification adds. Each is weighed by the time that it takes the clairvoyant; over a prompt they add up alike."""
 
     def __len__(self) -> int:
         return self.tokens.size
@@ -47,9 +48,13 @@ class RoundTransitions:
 
         Args:
             rate: Tokens that a second is worth.
-            shaped: Weigh tokens by the time that they take the clairvoyant. Over a prompt either sum is a constant, so
-                the best policy is the same, but hard passages of the text, which no policy can help, no longer make the
-                rewards noisy (potential-based shaping).
+            shaped: Count `progress` instead of tokens committed: potential-based shaping, the potential being the
+                clairvoyant's time from where the text will stand if the draft ends here. Over a round, and over a
+                prompt, the difference depends on where it begins and ends alone, so the best policy is the same. But a
+                decision is paid at once for what comes of it: a verification earns no more than its own token, however
+                many were drafted, and an accepted draft is worth something before it is verified. Hard passages of the
+                text, which no policy can help, make the rewards no noisier either. The matches that this takes are in
+                the rewards alone, as in hindsight; no observation has them.
         """
         gained = self.progress if shaped else self.tokens
         return replace(self.transitions, rewards=(gained - rate * self.seconds).astype(np.float32))
@@ -93,11 +98,12 @@ def record(
                 anything = (rng.random(legal.shape) * legal).argmax(axis=1)
                 chosen = np.where(rng.random(lanes) < flips, anything, chosen)
             actions = np.where(explores, actions, chosen)
-        before = rounds.decision.copy()
+        before = rounds.decision + rounds.n_accepted
         did = rounds.step(actions)
         progress = np.zeros(lanes)
         if clairvoyant is not None:
-            left, now = (clairvoyant.value_at(rounds.prompt, decision) for decision in (before, rounds.decision))
+            after = rounds.decision + rounds.n_accepted
+            left, now = (clairvoyant.value_at(rounds.prompt, decision) for decision in (before, after))
             progress = (left - now) * clairvoyant.rate
         steps.append((alive, seen, actions, did.tokens, did.seconds, progress, did.round_end, did.done))
         fresh = did.round_end

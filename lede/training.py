@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from lede.features import WALL_CLOCK_FEATURES
+from lede.features import CALIBRATED_FEATURES
 from lede.run_folder import RunFolder
 from lede.stopwatch import Stopwatch
 
@@ -55,7 +55,7 @@ class TrainConfig:
     cut_at_greedy: bool = True
     """End a return before the first later decision that the target network would not make; unbiased that way."""
     steps: int | None = None
-    """Updates in all; None for 5000, or 12000 with wall-clock."""
+    """Updates in all; None for 5000, or 8000 with wall-clock."""
     batch_size: int = 256
     """Transitions in an update."""
     learning_rate: float = 1e-3
@@ -87,8 +87,8 @@ class TrainConfig:
     flips: float = 0.03
     """Share of the policy's own decisions there that are replaced by a random one."""
     shaping: bool = True
-    """Whether wall-clock weighs committed tokens by the time that they take a clairvoyant: the same best policy, with
-    less noise."""
+    """Whether wall-clock pays an accepted draft where it is drafted, and tokens by the time that they take a
+    clairvoyant: the same best policy, with far less noise."""
     refresh_interval: int = 1500
     """Updates between two generations of synthesised rounds; each plays the current policy and prices time by it."""
     generations: int = 4
@@ -158,14 +158,14 @@ class TrainConfig:
             raise ValueError(
                 f"the wall-clock objective has gamma 1: a second costs the same at any time; got {self.gamma}"
             )
-        names = self.features or (WALL_CLOCK_FEATURES if wall_clock else None)
+        names = self.features or (CALIBRATED_FEATURES if wall_clock else None)
         missing = [name for name in ("in_scan", "in_draft") if wall_clock and name not in (names or ())]
         if missing:
             raise ValueError(f"the wall-clock objective needs the features in_scan and in_draft; {missing} is missing")
         return replace(
             self,
             objective=objective,
-            steps=self.steps or (12000 if wall_clock else 5000),
+            steps=self.steps or (8000 if wall_clock else 5000),
             averaging=(0.999 if wall_clock else 0.995) if self.averaging is None else self.averaging,
             episode=self.episode or ("prompt" if wall_clock else "token"),
             keep=self.keep or ("best" if self.profile else "last"),

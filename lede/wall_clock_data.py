@@ -18,11 +18,12 @@ import numpy as np
 from lede.ceilings import solve
 from lede.cost_tables import CostTables
 from lede.draft_rounds import DraftRounds
-from lede.features import WALL_CLOCK_FEATURES, FeatureConfig
+from lede.features import CALIBRATED_FEATURES, FeatureConfig
 from lede.learning_curve import GreedyScore
 from lede.policies.base import BLIND
 from lede.policies.learned import LearnedPolicy
 from lede.policies.static import StaticPolicy
+from lede.reference_thresholds import fit_forecast
 from lede.round_behaviour import RoundTransitions, join, record
 from lede.scoring import Scorer
 from lede.seeding import Purpose, numpy_stream
@@ -45,7 +46,8 @@ class WallClockData:
 
     Args:
         config: Settings.
-        settings: Of the traces, with the candidates and features of the policy to be.
+        settings: Of the traces, with the candidates and features of the policy to be; a forecast is fitted if the
+            features want one and have none.
         training: Traces to play on.
         validation: Traces of other prompts to score on.
         costs: What operations cost.
@@ -65,11 +67,12 @@ class WallClockData:
         held_out: tuple[int, ...] = (),
         digest: str = "",
     ) -> None:
-        self.config, self.settings, self.costs = config, settings, costs
+        self.config, self.costs = config, costs
         self.held_out, self.digest = held_out, digest
         size = (settings.max_new_tokens, settings.vocab_size, config.branches)
         self.training = TraceTable.from_traces(training, *size)
         self.validation = TraceTable.from_traces(validation, *size)
+        self.settings = settings = self._with_forecast(settings)
         tables = CostTables(costs, settings.candidates, self.training.max_context, config.max_draft)
         self._rounds = DraftRounds(self.training, tables, settings.features, seed=config.seed)
         self._clairvoyant = solve(self.training, costs, settings.candidates, config.max_draft, config.seed)
@@ -130,6 +133,15 @@ class WallClockData:
             "validation_prompts": self.validation.n_prompts,
         }
 
+    def _with_forecast(self, settings: StoreSettings) -> StoreSettings:
+        """The settings with the forecast that their features need."""
+        features = settings.features
+        if not features.calibrated or features.forecast is not None:
+            return settings
+        max_draft, seed = self.config.max_draft, self.config.seed
+        forecast = fit_forecast(self.training, self.costs, settings.candidates, max_draft, seed)
+        return replace(settings, features=replace(features, forecast=forecast))
+
     def _generation(self, number: int, policy: LearnedPolicy | None) -> None:
         rng = numpy_stream(self.config.seed, Purpose.SYNTHESIS, number)
         if policy is None:
@@ -170,7 +182,7 @@ def best_static(
 def policy_settings(config: TrainConfig, settings: StoreSettings, candidates: Sequence[int]) -> StoreSettings:
     """Settings of the traces with the policy's candidates and features."""
     features = FeatureConfig(
-        names=config.features or WALL_CLOCK_FEATURES,
+        names=config.features or CALIBRATED_FEATURES,
         top_k=settings.features.top_k,
         window=settings.features.window,
         draft_agreement=config.draft_agreement,

@@ -14,8 +14,9 @@ from gymnasium.utils.env_checker import check_env
 from lede.buffers import PromptTrace, TraceStore
 from lede.cost_model import CostModel
 from lede.envs import DraftRoundEnv
-from lede.features import DRAFT, PRE_SCAN, SCAN, WALL_CLOCK_FEATURES, FeatureConfig
+from lede.features import CALIBRATED_FEATURES, DRAFT, PRE_SCAN, SCAN, WALL_CLOCK_FEATURES, FeatureConfig
 from tests.buffers.samples import CANDIDATES, N_LAYERS, make_trace, settings
+from tests.forecasts import made_up
 from tests.planted_costs import PLANTED
 
 BUDGET, CAP = 12, 4
@@ -183,11 +184,12 @@ def test_a_round_left_undecided_drafts_no_more(actions: tuple[int, ...]) -> None
 
 def test_nothing_in_view_tells_of_matches_before_the_verification() -> None:
     """Two texts that differ in nothing but what would be accepted look alike until a draft is verified."""
+    features = FeatureConfig(CALIBRATED_FEATURES, top_k=3, forecast=made_up(CANDIDATES))
     changed = make_trace(1, 12, eos=False)
     changed.match[:, :-1] = 1 - changed.match[:, :-1]
     runs = []
     for trace in (make_trace(1, 12, eos=False), changed):
-        env = make(traces=TraceStore(STORE.settings, [trace]))
+        env = make(traces=TraceStore(STORE.settings, [trace]), features=features)
         views = [env.reset(seed=0)]
         views += [env.step(action)[::4] for action in (1, 0, 1, 1, 1)]
         runs.append((views, env.step(0)[::4]))

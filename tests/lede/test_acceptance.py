@@ -18,14 +18,15 @@ from lede.acceptance import (
 from lede.cost_model import CostModel
 from lede.cost_tables import CostTables
 from lede.draft_rounds import DraftRounds, Stage
-from lede.features import FEATURES, FeatureConfig
+from lede.features import FeatureConfig
 from lede.trace_table import TraceTable
 from lede.visits import fit_acceptance, join_visits, watch_plans
+from tests.forecasts import every_feature
 from tests.matched_texts import VOCAB_SIZE, random_texts
 from tests.planted_costs import PLANTED
 from tests.tiny_models import N_LAYERS
 
-EVERYTHING = FeatureConfig(tuple(FEATURES))
+EVERYTHING = every_feature((1, 3, 4))
 COSTS = CostModel(N_LAYERS, (None,) * N_LAYERS, PLANTED)
 
 

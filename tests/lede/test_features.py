@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lede.features import (
+    CALIBRATED,
+    CALIBRATED_FEATURES,
     DEFAULT_FEATURES,
     FEATURES,
     PRE_SCAN,
@@ -91,7 +93,8 @@ def test_missing_features_are_masked_and_others_give_the_shape_alone() -> None:
 
 
 def test_the_registry() -> None:
-    assert set(DEFAULT_FEATURES) | set(WALL_CLOCK_FEATURES) | set(TEXT_FEATURES) == set(FEATURES)
+    assert set(DEFAULT_FEATURES) | set(CALIBRATED_FEATURES) | set(TEXT_FEATURES) == set(FEATURES)
+    assert set(CALIBRATED_FEATURES) - set(WALL_CLOCK_FEATURES) == set(CALIBRATED)
     before = {name for name, feature in FEATURES.items() if PRE_SCAN in feature.stages}
     assert before == {"trace", "acceptance", "since_draft"}
     assert [name for name, feature in FEATURES.items() if feature.draft_head_reads] == ["agreement"]

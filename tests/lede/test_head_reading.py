@@ -27,6 +27,7 @@ from lede.features import (
 from lede.head_reading import HeadReader, Reading
 from lede.history import History
 from lede.observer import Doubt, Observer
+from tests.forecasts import made_up
 
 READ = ("surprisal", "margin", "entropy", "confidence")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -91,10 +92,16 @@ def some_history() -> History:
     return history
 
 
+def chance(surprisal: float, margin: float, drafted: int) -> float:
+    """Of the forecast of the tests below, at its layer."""
+    chances = made_up((4,)).log_chances(np.array([4]), [surprisal], [margin], np.array([drafted]))
+    return math.exp(chances[0])
+
+
 @pytest.mark.parametrize("names", [tuple(FEATURES), WALL_CLOCK_FEATURES, ("surprisal",), ("depth", "entropy")])
 @pytest.mark.parametrize("stage", [PRE_SCAN, SCAN, DRAFT])
 def test_observations_are_those_of_the_config(names: tuple[str, ...], stage: int) -> None:
-    features = FeatureConfig(names)
+    features = FeatureConfig(names, forecast=made_up((4,)) if "chance" in names else None)
     observer, history = Observer(features, n_layers=16, vocab_size=1000), some_history()
     reading = HeadReader(FeatureConfig((*READ, "agreement"))).read(rows()[6])
     values: dict[str, float] = {"trace": 0.5, "acceptance": 4 / 6, "since_draft": 1}
@@ -106,15 +113,18 @@ def test_observations_are_those_of_the_config(names: tuple[str, ...], stage: int
         if stage == SCAN:
             seen = observer.in_scan(history, 4, reading, reading.token + 1)
             values["in_scan"] = 1.0
+            values["chance"] = values["outlook"] = chance(reading.surprisal, reading.margin, 0)
         else:
             doubt = Doubt()
             doubt.add(0.3, math.log(2))
             doubt.add(0.4, math.log(4))
-            seen = observer.in_draft(history, 4, reading, reading.token + 1, n_drafted=3, doubt=doubt)
-            values |= {"drafted": 3, "in_draft": 1.0, "survival": math.exp(-0.7)}
+            seen = observer.in_draft(history, 4, reading, reading.token + 1, n_drafted=2, doubt=doubt)
+            values |= {"drafted": 2, "in_draft": 1.0, "survival": math.exp(-0.7)}
             values["certainty"] = math.exp(-(math.exp(-math.log(2)) + 0.25))
+            values["chance"] = chance(reading.surprisal, reading.margin, 2)
+            values["outlook"] = chance(0.3, math.log(2), 0) * chance(0.4, math.log(4), 1) * values["chance"]
     assert seen.dtype == np.float32
-    np.testing.assert_array_equal(seen, features.observe(values, 16, 1000))
+    np.testing.assert_allclose(seen, features.observe(values, 16, 1000), rtol=1e-6)
     defined = {name for name in names if stage in FEATURES[name].stages}
     told = {name for name, value in zip(names, seen, strict=True) if value}
     assert told <= defined

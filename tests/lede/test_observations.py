@@ -15,6 +15,7 @@ from lede.policies.base import ExitAt, PreScan
 from lede.seeding import Purpose, torch_stream
 from lede.statistics import Meter, Round
 from lede.verification import Chooser, TorchSource, Warp
+from tests.forecasts import every_feature, made_up
 from tests.recorded_rounds import SeenRound, Witness, WitnessDecoder
 from tests.table_model import N_LAYERS, VOCAB_SIZE, TableModel
 
@@ -25,7 +26,7 @@ PROMPT = (0, 1, 3)
 def decode(
     model: TableModel, seed: int = 0, warp: Warp | None = None, draft_agreement: bool = True
 ) -> tuple[list[SeenRound], Decoder]:
-    witness = Witness(FeatureConfig(EVERYTHING, top_k=2, draft_agreement=draft_agreement), seed, candidates=(1, 2))
+    witness = Witness(every_feature((1, 2), top_k=2, draft_agreement=draft_agreement), seed, candidates=(1, 2))
     chooser = Chooser(warp or Warp(), TorchSource(torch_stream(seed, Purpose.TOKENS)))
     decoder = WitnessDecoder(model, witness, chooser, meter=Meter())  # type: ignore[arg-type]
     for _ in decoder.decode(PROMPT, 22):
@@ -48,6 +49,16 @@ def expected_at(model: TableModel, prefix: tuple[int, ...], layer: int, below: i
     return values
 
 
+def chance(model: TableModel, prefix: tuple[int, ...], layer: int, drafted: int) -> float:
+    """Calibrated acceptance of a position from its formula."""
+    read, forecast = primitives(model.logits(prefix, layer), top_k=2), made_up((1, 2))
+    rows = forecast.later if drafted else forecast.first
+    s, m = -float(read.top1), float(read.top1) - float(read.top2)
+    inputs = (s, -math.log(math.exp(s) - 1), m, math.exp(-m), drafted, math.log(1 + drafted), 1)
+    odds = sum(weight * each for weight, each in zip(rows[layer - 1], inputs, strict=True))
+    return 1 / (1 + math.exp(-odds))
+
+
 def expected_rounds(model: TableModel, seen: list[SeenRound], rounds: list[Round], draft_agreement: bool) -> list[Any]:
     """Observations of every round from the formulas; the confidence trace is checked elsewhere and left out."""
     found = []
@@ -60,7 +71,9 @@ def expected_rounds(model: TableModel, seen: list[SeenRound], rounds: list[Round
         for k, state in enumerate(record.scan):
             below = None if k == 0 else record.scan[k - 1].layer
             at_layer = expected_at(model, record.ids, state.layer, below)
-            rows.append({**known, **at_layer, "survival": 1.0, "certainty": 1.0, "in_scan": 1.0})
+            first = chance(model, record.ids, state.layer, 0)
+            told = {"survival": 1.0, "certainty": 1.0, "in_scan": 1.0, "chance": first, "outlook": first}
+            rows.append({**known, **at_layer, **told})
         for state in record.draft:
             prefix = (*record.ids, *record.tokens[: state.n_drafted])
             below = 1 if draft_agreement and state.layer == 2 else None
@@ -73,6 +86,8 @@ def expected_rounds(model: TableModel, seen: list[SeenRound], rounds: list[Round
                 "in_draft": 1.0,
                 "drafted": float(state.n_drafted),
             }
+            chances = [chance(model, prefix[: len(record.ids) + j], state.layer, j) for j in range(state.n_drafted + 1)]
+            told |= {"chance": chances[-1], "outlook": math.prod(chances)}
             rows.append({**known, **expected_at(model, prefix, state.layer, below), **told})
         found.append([[row.get(name, 0.0) for name in EVERYTHING] for row in rows])
     return found

@@ -39,6 +39,20 @@ def test_every_second_and_token_is_recorded() -> None:
     assert not np.allclose(priced.rewards, shaped.rewards)
 
 
+def test_hindsight_pays_a_draft_where_it_is_drafted() -> None:
+    """A verification is worth its own token however much was drafted, and rounds are worth what they were."""
+    _, found = played("round")
+    steps, drafted = found.transitions, PROBLEM.features.names.index("drafted")
+    stops = (steps.actions == CONTINUE) & (steps.observations[:, -1] == 1)
+    assert np.corrcoef(found.tokens[stops], steps.observations[stops, drafted])[0, 1] > 0.2
+    assert abs(np.corrcoef(found.progress[stops], steps.observations[stops, drafted])[0, 1]) < 0.1
+    assert found.progress[stops].std() < 0.7 * found.tokens[stops].std()
+    drafts = (steps.actions == EXIT) & (steps.observations[:, -2:] == 1).any(axis=1) & ~steps.episode_end
+    assert (found.tokens[drafts] == 0).all()
+    assert (found.progress[drafts] >= -1e-9).all()
+    assert 0.2 < (found.progress[drafts] > 0.1).mean() < 0.95  # a wrong draft earns nothing
+
+
 def test_each_row_leads_to_the_next_of_its_prompt() -> None:
     _, found = played()
     steps = found.transitions

@@ -14,7 +14,7 @@ from lede.collectors.teacher import collect_teacher
 from lede.cost_model import CostModel
 from lede.decoding import Decoder
 from lede.envs import Rules
-from lede.features import WALL_CLOCK_FEATURES, FeatureConfig
+from lede.features import CALIBRATED, WALL_CLOCK_FEATURES, FeatureConfig
 from lede.models import EarlyExitModel
 from lede.policies import LearnedPolicy, Policy, RandomPolicy, StaticPolicy, ThresholdPolicy
 from lede.round_log import ENDINGS
@@ -22,10 +22,12 @@ from lede.simulation import simulate
 from lede.statistics import Meter
 from lede.trace_table import TraceTable
 from lede.verification import Chooser, TorchSource, Warp
+from tests.forecasts import made_up
 from tests.planted_costs import AGAIN, BLOCKS, PLANTED
 from tests.tiny_models import N_LAYERS, tiny_model
 
 CANDIDATES = (1, 2, 4)
+STAGES = ("in_scan", "in_draft")
 BUDGET = 24
 PROMPTS = ([3, 5, 7, 11], [2, 4], [90, 17, 33, 71, 8], [1], [64, 65, 66])
 
@@ -40,7 +42,8 @@ def random_network(names: Sequence[str], outputs: int, seed: int) -> list[tuple[
 
 
 def learned(names: tuple[str, ...], outputs: int, seed: int = 0, draft_agreement: bool = False) -> LearnedPolicy:
-    features = FeatureConfig(names=names, draft_agreement=draft_agreement)
+    forecast = made_up(CANDIDATES) if "outlook" in names else None
+    features = FeatureConfig(names=names, draft_agreement=draft_agreement, forecast=forecast)
     network = random_network(names, outputs, seed)
     return LearnedPolicy.from_network(network, candidates=CANDIDATES, features=features, max_draft=5)
 
@@ -53,6 +56,7 @@ POLICIES: dict[str, Policy | None] = {
     "paper, more": learned(("surprisal", "margin", "agreement", "trace"), 2, seed=2),
     **{f"plans {i}": learned(WALL_CLOCK_FEATURES, 2 + len(CANDIDATES), seed=i) for i in range(6)},
     "plans, second read": learned(WALL_CLOCK_FEATURES, 2 + len(CANDIDATES), seed=4, draft_agreement=True),
+    **{f"calibrated {i}": learned((*CALIBRATED, *STAGES), 2 + len(CANDIDATES), seed=i) for i in range(2)},
 }
 
 
