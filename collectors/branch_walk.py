@@ -51,14 +51,14 @@ class BranchCache(KVCache):
         self, own: list[torch.Tensor | None], taught: torch.Tensor | None, states: torch.Tensor, layer: int
     ) -> torch.Tensor:
         assert taught is not None, f"the teacher has not been through layer {layer + 1}"
-        assert self._rows is not None, "branches come as ragged rows"
+        assert self._place is not None, "branches come as ragged rows"
         mine = own[layer]
         if mine is None:
             shape = (self.batch_size, states.shape[1], self._depth, states.shape[3])
             mine = own[layer] = states.new_zeros(shape)
-        rows = self._rows.to(mine.device)
+        rows = self._place.index[:, 0].to(mine.device)
         mine[rows, :, self.step] = states[:, :, 0]
-        seen = taught[self._text.to(taught.device)[rows], :, : self._extent]  # indexing by a tensor copies
+        seen = taught[self._text.to(taught.device)[rows], :, : self._place.extent]  # indexing by a tensor copies
         n_own = self.step + 1
         slots = self._leaves_at.to(mine.device)[rows][:, None] + torch.arange(n_own, device=mine.device)
         seen[torch.arange(len(rows), device=mine.device)[:, None], :, slots] = mine[rows, :, :n_own].transpose(1, 2)

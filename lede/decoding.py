@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from lede.cache import KVCache
-from lede.drafting import Draft, Drafter
+from lede.draft import Draft, settle
+from lede.drafting import Drafter
 from lede.features import ConfidenceTrace, surprisal
 from lede.history import History
 from lede.models import Block, EarlyExitModel
 from lede.policies.base import Policy, RoundReport
 from lede.statistics import Meter, Round
+from lede.stopping import FinishReason, Stopping
 from lede.text_probe import TextProbe
 from lede.verification import Chooser
 
@@ -76,6 +78,7 @@ class Decoder:
         chooser: How tokens are taken from logits.
         eos: Ids that end the text.
         meter: Where time, rounds and head reads are booked.
+        stopping: What else ends the text.
     """
 
     drafter_class = Drafter
@@ -87,6 +90,7 @@ class Decoder:
         chooser: Chooser,
         eos: frozenset[int] = frozenset(),
         meter: Meter | None = None,
+        stopping: Stopping | None = None,
     ) -> None:
         self.model = model
         self.policy = policy
@@ -95,6 +99,8 @@ class Decoder:
         self.meter = meter or Meter()
         self.meter.n_layers = model.n_layers
         self.history = History()
+        self.stopping = stopping
+        self.stopped: FinishReason | None = None
 
     def prefill(self, prompt: Sequence[int]) -> Prefill:
         """Run a prompt through all layers, for `decode`."""
@@ -106,7 +112,8 @@ class Decoder:
     ) -> Iterator[tuple[int, ...]]:
         """Yield the tokens of the prefill and then of every round, `max_new_tokens` at most in all.
 
-        The sequence ends with an id of `eos`, or at the budget.
+        The sequence ends with an id of `eos`, where `stopping` says so, which then stands in `stopped`, or at the
+        budget.
 
         Args:
             prompt: Token ids.
@@ -125,7 +132,8 @@ class Decoder:
         else:
             prefilled.check(self.model, ids)
             self.cache, logits = prefilled.cache.clone(budget), prefilled.logits
-        first, _ = self.chooser.choose(logits, ids)
+        _, first = self.chooser.verify(logits[None], (), (), ids)
+        assert first is not None
         drafter = None
         if self.policy is not None:
             anchored = self.policy.uses_trace
@@ -134,22 +142,41 @@ class Decoder:
             self.meter.enter("policy")
             self.policy.begin(len(ids))
         probe = TextProbe(self.model, self.cache, ids, len(ids), self.meter)
+        self.stopped = None
+        if self.stopping is not None:
+            self._kept(ids, (first,), len(prompt))
         ids.append(first)
         self.meter.enter("other")
         yield (first,)
-        while len(ids) < budget and ids[-1] not in self.eos:
+        while self._goes_on(ids, budget):
             done, draft = self._round(ids, budget - len(ids), drafter)
-            self.meter.rounds.append(done)
-            ids.extend(done.tokens)
+            kept = done
+            if self.stopping is not None:
+                kept = done.cut(self._kept(ids, done.tokens, len(prompt)))
+            self.meter.rounds.append(kept)
+            ids.extend(kept.tokens)
             self.cache.rewind(len(ids) - 1)
             if drafter is not None and drafter.reports:
                 self._report(done, draft, drafter)
             self.meter.enter("other")
-            yield done.tokens
-            if drafter is not None and drafter.policy.searches and len(ids) < budget and ids[-1] not in self.eos:
+            yield kept.tokens
+            if drafter is not None and drafter.policy.searches and self._goes_on(ids, budget):
                 self.meter.enter("search")
                 drafter.policy.between_rounds(probe)
                 self.meter.enter("other")
+
+    def _goes_on(self, ids: list[int], budget: int) -> bool:
+        """Whether another round follows."""
+        return len(ids) < budget and ids[-1] not in self.eos and self.stopped is None
+
+    def _kept(self, ids: list[int], block: tuple[int, ...], n_prompt: int) -> int:
+        """How many tokens of a block after `ids` stay in the text."""
+        assert self.stopping is not None
+        self.meter.enter("other")
+        n_kept, self.stopped = self.stopping.end(ids, block, n_prompt)
+        if n_kept < len(block) and self.chooser.record is not None:
+            self.chooser.record.cut(len(ids) - n_prompt + n_kept)
+        return n_kept
 
     def _round(self, ids: list[int], remaining: int, drafter: Drafter | None) -> tuple[Round, Draft]:
         """One round after `ids`; commits at most `remaining` tokens."""
@@ -177,18 +204,7 @@ class Decoder:
         hidden = draft.states[0] if len(draft.states) == 1 else torch.cat(draft.states, dim=1)
         block = self.model.block(self.cache, len(ids) - 1, hidden.shape[1])
         logits = self.model.head(run_layers(hidden, draft.exit_layer, self.model.n_layers, block))[0]
-        accepted, following = self.chooser.verify(logits, draft.tokens, draft.distributions, ids)
-        tokens = [*draft.tokens[:accepted], *([] if following is None else [following])]
-        drafted, trace = len(draft.tokens), self.history.trace
-        if trace is not None:
-            if accepted < drafted:
-                trace.drop(drafted - accepted - 1)  # the first rejected position was left at its exit layer: it stays
-            elif following is not None:
-                trace.push(surprisal(logits[accepted]))
-        self.history.verified(drafted, accepted)
-        if draft.gaps is not None:
-            return Round(tuple(tokens), drafted, accepted, None, draft.gaps.n_skipped)
-        return Round(tuple(tokens), drafted, accepted, draft.exit_layer if drafted else None)
+        return settle(draft, logits, self.chooser, ids, self.history)
 
     def _report(self, done: Round, draft: Draft, drafter: Drafter) -> None:
         """Tell the policy what a round came to."""

@@ -1,0 +1,75 @@
+"""What a round has drafted so far, and what verification makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lede.features import surprisal
+from lede.head_reading import Reading
+from lede.history import History
+from lede.policies.base import ExitAt, SkipSublayers
+from lede.statistics import Round
+from lede.verification import Chooser
+
+UNKNOWN = -1
+"""In place of a token that nobody read."""
+
+
+@dataclass
+class Draft:
+    """The draft of one round, or the position of a plain pass when `tokens` is empty."""
+
+    exit_layer: int
+    """Layers that the states went through, and verification need not run again."""
+    states: list[torch.Tensor]
+    """Hidden states after `exit_layer` layers, `(1, 1, width)` each: the newest token's, then the drafted tokens'."""
+    tokens: list[int] = field(default_factory=list)
+    """Drafted tokens."""
+    distributions: list[torch.Tensor | None] = field(default_factory=list)
+    """What each was drawn from; None when greedy."""
+    gaps: SkipSublayers | None = None
+    """What the draft left out, which then went on behind the states; None where it left at the exit layer."""
+    capped: bool = False
+    """Whether it was as long as it could be: up to the cap, or up to a token that ends the text."""
+
+    @property
+    def plan(self) -> ExitAt | SkipSublayers | None:
+        """Where the tokens came from; None without any."""
+        return self.gaps or (ExitAt(self.exit_layer) if self.tokens else None)
+
+
+@dataclass
+class HeadRead:
+    """What one head read gave."""
+
+    logits: torch.Tensor
+    """Raw, `(vocabulary,)`."""
+    reading: Reading | None = None
+    """What the policy's features take from it, where somebody looked."""
+
+
+def settle(draft: Draft, logits: torch.Tensor, chooser: Chooser, ids: Sequence[int], history: History) -> Round:
+    """Accept what stays of a draft; also a plain pass, where nothing was drafted.
+
+    Args:
+        draft: The draft.
+        logits: The whole model's at its states, `(state, vocabulary)`.
+        chooser: Accepts and draws.
+        ids: The text before the draft.
+        history: Of the text; is told what came of the round.
+    """
+    accepted, following = chooser.verify(logits, draft.tokens, draft.distributions, ids)
+    drafted, trace = len(draft.tokens), history.trace
+    if trace is not None:
+        if accepted < drafted:
+            trace.drop(drafted - accepted - 1)  # the first rejected position was left at its exit layer: it stays
+        elif following is not None:
+            trace.push(surprisal(logits[accepted]))
+    history.verified(drafted, accepted)
+    tokens = (*draft.tokens[:accepted], *(() if following is None else (following,)))
+    if draft.gaps is not None:
+        return Round(tokens, drafted, accepted, None, draft.gaps.n_skipped)
+    return Round(tokens, drafted, accepted, draft.exit_layer if drafted else None)
