@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -30,6 +30,9 @@ _EXTRAS = {
     "sklearn": "bench",
     "gguf": "gguf",
     "accelerate": "gguf",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
+    "onnxruntime": "onnx",
 }
 
 
@@ -47,11 +50,22 @@ class Command:
     """What it does, in a line."""
 
 
+@runtime_checkable
+class Verdict(Protocol):
+    """What a command returns that can be done and yet end badly, as a test run can."""
+
+    @property
+    def exit_code(self) -> int:
+        """What to end with."""
+
+
 COMMANDS: dict[str, Command] = {
     "demo": Command("lede.demo.run", "DemoConfig", "demo", "collect, train and decode on the bundled model"),
     "collect": Command("lede.collectors", "CollectConfig", "collect", "record experience or traces into a store"),
     "train": Command("lede.sweep", "SweepConfig", "train_or_sweep", "train a policy offline from a store"),
     "deploy": Command("lede.deployment", "DeployConfig", "deploy", "decode prompts under a policy"),
+    "verify": Command("lede.verifying", "VerifyConfig", "run_verify", "say whether texts are the plain model's"),
+    "export": Command("lede.exporting", "ExportConfig", "export", "write a policy's network as ONNX"),
     "profile": Command("lede.profiling", "ProfileConfig", "profile", "measure what decoding costs on this machine"),
     "evaluate": Command("lede.evaluation", "EvaluateConfig", "evaluate", "say how fast policies would be, and why"),
     "bench": Command("lede.bench", "BenchConfig", "run_bench", "measure policies and rivals side by side"),
@@ -65,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 when done, 2 after a user error (told in one line on stderr), 130 after Ctrl-C.
+        0 when done, or what the command's verdict says (1 where `lede verify` finds a failure); 2 after a user error
+        (told in one line on stderr), 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -88,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config_class = getattr(module, command.config)
             config = _parse(config_class, f"lede {name}", rest, command.help)
             run: Callable[[Any], object] = getattr(module, command.run)
-            run(config)
+            done = run(config)
     except _UsageError as error:
         return error.code if not str(error) else _fail(_with_flags(str(error), config_class))
     except KeyboardInterrupt:
@@ -103,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"`lede {name}` needs the package {error.name}: pip install 'lede-rl[{extra}]'")
     except (ValueError, OSError) as error:
         return _fail(_with_flags(str(error), config_class))
-    return 0
+    return done.exit_code if isinstance(done, Verdict) else 0
 
 
 def usage() -> str:

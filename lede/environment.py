@@ -21,6 +21,9 @@ PACKAGES = (
     "tensorboard",
     "matplotlib",
     "gguf",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
 )
 
 

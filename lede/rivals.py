@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -145,6 +145,19 @@ def rival_contender(
         return Decode(new, first, whole - first)
 
     return Contender(name or rival.text, decode)
+
+
+def plain_text(model: EarlyExitModel, ids: Sequence[int], max_new_tokens: int) -> list[int]:
+    """New tokens of transformers' own greedy `generate`, `(token,)`: what everybody's text is compared with.
+
+    It ends where lede's engine does, and none of the model's own generation config acts.
+    """
+    tensor = torch.tensor([list(ids)], device=model.device)
+    with _own_settings(model):
+        out = model.hf_model.generate(
+            tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=max_new_tokens, do_sample=False
+        )
+    return [int(token) for token in out[0, len(ids) :]]
 
 
 @torch.no_grad()
