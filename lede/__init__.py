@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lede.bridge import custom_generate
     from lede.checkpoint import load_policy
     from lede.generation import GenerateConfig, GenerateOutput, generate
     from lede.models import EarlyExitModel, UnsupportedModelError, load_model
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "custom_generate": "lede.bridge",
     "load_policy": "lede.checkpoint",
     "GenerateConfig": "lede.generation",
     "GenerateOutput": "lede.generation",
@@ -65,6 +67,7 @@ __all__ = [
     "ThresholdPolicy",
     "UnsupportedModelError",
     "__version__",
+    "custom_generate",
     "generate",
     "load_model",
     "load_policy",

@@ -38,6 +38,16 @@ class DeployConfig:
     """Sample among the k likeliest tokens."""
     top_p: float | None = None
     """Sample among the likeliest tokens that reach this probability."""
+    min_p: float | None = None
+    """Sample among tokens at least this likely next to the likeliest one."""
+    repetition_penalty: float | None = None
+    """Above 1, make tokens that stand in the prompt or the text less likely."""
+    no_repeat_ngram_size: int | None = None
+    """Let no sequence of this many tokens occur twice."""
+    stop_strings: tuple[str, ...] = ()
+    """End a text after the token that completes one of these."""
+    max_time: float | None = None
+    """Seconds after which a text ends."""
     seed: int = 0
     """Seed of the tokens drawn; each prompt draws from a stream of its own."""
     chat: Chat = "auto"
@@ -46,12 +56,22 @@ class DeployConfig:
     """Device, such as cuda; the CPU unless given."""
     dtype: str | None = None
     """Dtype of the weights, such as bfloat16; float32 on the CPU unless given."""
+    compile: bool = False
+    """Compile the layers, plain decoding's too; it takes seconds before the first token."""
     json: bool = False
     """Print one JSON object with `results` and `summary`, and nothing else."""
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompts is None):
             raise ValueError("give either --prompt TEXT or --prompts FILE")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `generate` among them, but for each prompt's stream."""
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop_strings", "max_time")
+        more = ("min_p", "repetition_penalty", "no_repeat_ngram_size")
+        given = {name: getattr(self, name) for name in more if getattr(self, name) is not None}
+        return {**{name: getattr(self, name) for name in names}, **given}
 
 
 def deploy(config: DeployConfig, model: EarlyExitModel | None = None) -> dict[str, Any]:
@@ -65,15 +85,15 @@ def deploy(config: DeployConfig, model: EarlyExitModel | None = None) -> dict[st
         ValueError: A prompt, the model or the policy can't be used; before anything is decoded.
     """
     from lede.checkpoint import check_fingerprint
-    from lede.generation import GenerateConfig, generate
+    from lede.generation import generate
+    from lede.generation_settings import resolve
     from lede.models import load_model
     from lede.policies import parse_policy
 
-    settings = GenerateConfig(config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-    _ = settings.warp
+    resolve(None, config.settings)  # complains before a model is loaded
     policy = parse_policy(config.policy)
     texts = [config.prompt] if config.prompt is not None else load_prompts(config.prompts or Path())
-    model = load_model(config.model, config.device, config.dtype) if model is None else model
+    model = load_model(config.model, config.device, config.dtype, compile=config.compile) if model is None else model
     ids = encode_prompts(model.tokenizer, texts, config.chat)
     check_lengths(ids, config.max_new_tokens, model.max_positions)
     if policy is not None:
@@ -92,11 +112,7 @@ def deploy(config: DeployConfig, model: EarlyExitModel | None = None) -> dict[st
                 input_ids=prompt,
                 policy=policy,
                 streamer=streamer,
-                max_new_tokens=config.max_new_tokens,
-                temperature=config.temperature,
-                top_k=config.top_k,
-                top_p=config.top_p,
-                seed=config.seed,
+                **config.settings,
                 stream=number,
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 SECTIONS = ("prefill", "draft", "inspect", "policy", "verify", "other", "search")
@@ -15,15 +15,21 @@ class Round:
     """One round: pre-scan, scan, draft burst, verification. The prefill is no round."""
 
     tokens: tuple[int, ...]
-    """Tokens committed: the accepted ones and, unless a drafted end of sequence was accepted, one more."""
+    """Tokens committed: the accepted ones and, unless one of them ended the text, one more."""
     drafted: int
     """Tokens drafted."""
     accepted: int
-    """Drafted tokens that verification kept; the correction or bonus token is not counted."""
+    """Drafted tokens that verification kept and that stayed in the text; neither correction nor bonus is counted."""
     exit_layer: int | None
     """Layers that drafted; None when the round was a plain pass or drafted with gaps."""
     skipped: int = 0
     """Sublayers that a draft with gaps left out."""
+
+    def cut(self, n_tokens: int) -> Round:
+        """The round of a text that ends after `n_tokens` of its tokens, the rest of which did not stay."""
+        if n_tokens >= len(self.tokens):
+            return self
+        return replace(self, tokens=self.tokens[:n_tokens], accepted=min(self.accepted, n_tokens))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,10 @@ That holds, also when decisions look at distributions, under four conditions:
 3. A drawn token is always submitted: not dropped, not redrafted from a deeper layer.
 4. p_i is the whole model's distribution on that same prefix under the same warping, with a fresh acceptance draw.
 
+Logits processors are part of the warping: they act on the drafting layer's logits and on the whole model's alike, each
+on the prefix of its own position, drafted tokens included. They must be functions of that prefix and the logits, with
+no memory of their own, since a rejected position comes again with another prefix.
+
 Source: speculative sampling, Leviathan et al. (arXiv 2211.17192), algorithm 1.
 """
 
@@ -28,6 +32,8 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from lede.scores import ScoreRecord
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,14 @@ class Warp:
         Raises:
             ValueError: The warp is greedy and has no distribution.
         """
+        return torch.softmax(self.scores(logits), dim=-1)
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the distribution is the softmax of, `(..., vocabulary)`; -inf for tokens that are never drawn.
+
+        Raises:
+            ValueError: The warp is greedy and has no distribution.
+        """
         if self.greedy:
             raise ValueError("greedy decoding takes the likeliest token; it has no distribution to draw from")
         flat = logits.reshape(-1, logits.shape[-1])
@@ -71,7 +85,7 @@ class Warp:
         if self.top_p is not None and self.top_p < 1:
             warpers.append(TopPLogitsWarper(top_p=float(self.top_p)))
         no_prefix = torch.empty((flat.shape[0], 0), dtype=torch.long, device=flat.device)
-        return torch.softmax(warpers(no_prefix, flat), dim=-1).reshape(logits.shape)  # type: ignore[arg-type]  # typed for long ids
+        return warpers(no_prefix, flat).reshape(logits.shape)  # type: ignore[arg-type]  # typed for long ids
 
 
 class RandomSource(Protocol):
@@ -105,17 +119,28 @@ class Chooser:
     Args:
         warp: Temperature, top-k and top-p.
         source: The luck of sampling; not used when greedy.
-        processors: transformers logits processors, called with the tokens before the position.
+        processors: transformers logits processors, called with the tokens before the position, and before the warp.
+        padding: Ids put in front of those tokens, for processors that were made for a padded row.
+        record: Where the whole model's scores of every token that stays are kept; None keeps none.
     """
 
-    def __init__(self, warp: Warp, source: RandomSource, processors: LogitsProcessorList | None = None) -> None:
+    def __init__(
+        self,
+        warp: Warp,
+        source: RandomSource,
+        processors: LogitsProcessorList | None = None,
+        padding: Sequence[int] = (),
+        record: ScoreRecord | None = None,
+    ) -> None:
         self.warp = warp
         self.source = source
         self.processors = processors if processors else None
+        self.padding = padding
+        self.record = record
 
     def choose(self, logits: torch.Tensor, prefix: Sequence[int]) -> tuple[int, torch.Tensor | None]:
         """The next token from raw logits `(vocabulary,)`, and the distribution it was drawn from (None if greedy)."""
-        scores = self._process(logits, prefix)
+        scores = logits.float() if self.processors is None else self._process(logits[None], prefix, ())[0]
         if self.warp.greedy:
             return int(scores.argmax()), None
         q = self.warp.probabilities(scores)
@@ -140,18 +165,16 @@ class Chooser:
         Returns:
             The number accepted, and the correction or bonus token; None when all were accepted and there is no bonus.
         """
-        if self.processors is None:
-            scores = logits.float()
-        else:
-            rows = range(logits.shape[0])
-            scores = torch.stack([self._process(logits[i], [*prefix, *drafted[:i]]) for i in rows])
+        scores = self._process(logits, prefix, drafted)
         if self.warp.greedy:
-            targets = scores.argmax(-1).tolist()
-            accepted = 0
-            while accepted < len(drafted) and drafted[accepted] == targets[accepted]:
-                accepted += 1
-            return accepted, targets[accepted] if accepted < len(targets) else None
-        return self._verify_sampled(self.warp.probabilities(scores), drafted, distributions)
+            accepted, following = _longest_prefix(scores, drafted)
+        else:
+            scores = self.warp.scores(scores)
+            accepted, following = self._verify_sampled(torch.softmax(scores, dim=-1), drafted, distributions)
+        if self.record is not None:
+            n_tokens = accepted + (following is not None)
+            self.record.add(logits[:n_tokens], scores[:n_tokens])
+        return accepted, following
 
     def _verify_sampled(
         self, p: torch.Tensor, drafted: Sequence[int], distributions: Sequence[torch.Tensor | None]
@@ -168,9 +191,24 @@ class Chooser:
         bonus = self.source.draw(p[len(drafted)]) if p.shape[0] > len(drafted) else None
         return len(drafted), bonus
 
-    def _process(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
+    def _process(self, logits: torch.Tensor, prefix: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
+        """Scores `(row, vocabulary)` of logits at the position after the prefix and after each drafted token."""
         scores = logits.float()  # as transformers does before it chooses, so that ties fall alike
         if self.processors is None:
             return scores
-        ids = torch.tensor([list(prefix)], dtype=torch.long, device=scores.device)
-        return self.processors(ids, scores[None].clone())[0]  # type: ignore[arg-type]  # as above
+        ids = torch.tensor([[*self.padding, *prefix, *drafted]], dtype=torch.long, device=scores.device)
+        first = ids.shape[1] - len(drafted)
+        rows = [
+            self.processors(ids[:, : first + i], scores[i : i + 1].clone())  # type: ignore[arg-type]  # as above
+            for i in range(scores.shape[0])
+        ]
+        return torch.cat(rows)
+
+
+def _longest_prefix(scores: torch.Tensor, drafted: Sequence[int]) -> tuple[int, int | None]:
+    """How many drafted tokens are the likeliest at their position, and the likeliest token behind them, if any."""
+    targets = scores.argmax(-1).tolist()
+    accepted = 0
+    while accepted < len(drafted) and drafted[accepted] == targets[accepted]:
+        accepted += 1
+    return accepted, targets[accepted] if accepted < len(targets) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from dataclasses import MISSING, dataclass, fields
@@ -12,6 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+FLAGS = re.compile(
+    r"^\| `lede (?P<command>[\w ]+)` \| default \|[^\n]*\n\|[-|]+\|\n(?P<rows>(?:\|[^\n]*\n)+)", re.MULTILINE
+)
 DEFAULT_ROW = re.compile(r"^\| `--(?P<flag>[\w-]+)` \| (?P<default>[^|]*) \|", re.MULTILINE)
 FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("bash", "console")
@@ -77,21 +81,34 @@ def run_lede(arguments: list[str]) -> None:
 
 def as_written(value: object) -> str:
     """A default as the table writes it."""
+    if value is MISSING:
+        return "-"
     if isinstance(value, tuple):
-        return " ".join(map(str, value))
+        return " ".join(map(str, value)) or "none"
     return {None: "none", True: "on", False: "off"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def test_training_defaults_are_the_real_ones() -> None:
+def flags(command: str) -> dict[str, str]:
+    """The flags of a command and their defaults, as the README has them."""
+    (table,) = (found for found in FLAGS.finditer(README.read_text()) if found["command"] == command)
+    return {found["flag"]: found["default"] for found in DEFAULT_ROW.finditer(table["rows"])}
+
+
+@pytest.mark.parametrize("command", [found["command"] for found in FLAGS.finditer(README.read_text())])
+def test_flags_and_defaults_are_the_real_ones(command: str) -> None:
+    from lede.cli import COMMANDS
     from lede.training import TrainConfig
 
-    written = {found["flag"]: found["default"] for found in DEFAULT_ROW.finditer(README.read_text())}
-    real = {
-        field.name.replace("_", "-"): as_written(field.default)
-        for field in fields(TrainConfig)
-        if field.default is not MISSING
-    }
-    assert written == real
+    config: Any = getattr(importlib.import_module(COMMANDS[command].module), COMMANDS[command].config)
+    given = fields(TrainConfig if command == "train" else config)  # that of a sweep has more
+    real = {field.name.replace("_", "-"): as_written(field.default) for field in given}
+    if command == "train":
+        real = {name: default for name, default in real.items() if default != "-"}
+    assert flags(command) == real
+
+
+def test_the_tables_of_flags_are_found() -> None:
+    assert {found["command"] for found in FLAGS.finditer(README.read_text())} >= {"train", "verify", "export"}
 
 
 def test_every_block_says_what_it_is() -> None:

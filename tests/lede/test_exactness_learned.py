@@ -13,16 +13,16 @@ import torch
 
 from lede.decoding import Decoder
 from lede.drafting import Draft, Drafter
-from lede.features import FEATURES, FeatureConfig
 from lede.policies import LearnedPolicy
 from lede.policies.base import ExitAt, Plan, SkipSublayers
 from lede.verification import Chooser, TorchSource, Warp
+from tests.forecasts import every_feature
 from tests.recorded_rounds import Witness, WitnessDecoder
 from tests.tiny_models import plain_generate, prompt, tiny_model
 
 FAMILIES = {"llama": 0, "gemma3_text": 7, "gpt2": 0}  # with the seed of the model
 CANDIDATES = (1, 2, 3, 5)
-FEATURES_HERE = FeatureConfig(tuple(FEATURES), draft_agreement=True)
+FEATURES_HERE = every_feature(CANDIDATES, draft_agreement=True)
 BUDGET = 48
 
 

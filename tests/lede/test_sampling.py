@@ -22,6 +22,7 @@ from lede.policies import DraftVerifyPolicy, DynamicExitLayerPolicy, LearnedPoli
 from lede.policies.base import LayerState, Policy, PreScanState, SkipSublayers
 from lede.seeding import Purpose, torch_stream
 from lede.verification import Chooser, TorchSource, Warp
+from tests.forecasts import every_feature
 from tests.table_model import (
     VOCAB_SIZE,
     TableModel,
@@ -100,7 +101,7 @@ def learned(n_outputs: int, seed: int = 0) -> LearnedPolicy:
     rng = np.random.default_rng(seed)
     sizes = (len(FEATURES), 16, n_outputs)
     layers = [(rng.normal(size=(b, a)), rng.normal(size=b)) for a, b in pairwise(sizes)]
-    features = FeatureConfig(tuple(FEATURES), top_k=2, draft_agreement=True)
+    features = every_feature((1, 2), top_k=2, draft_agreement=True)
     return LearnedPolicy.from_network(layers, features=features, candidates=(1, 2))
 
 
