@@ -14,6 +14,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process
 
+from lede.generation_settings import SAMPLING_ONLY
+from lede.verification import Warp
+
 _NOT_FUNCTIONS = (
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "ClassifierFreeGuidanceLogitsProcessor",
@@ -26,7 +29,9 @@ _NOT_FUNCTIONS = (
 """Processors that run the model themselves or remember earlier steps: a rejected draft would have told them lies."""
 
 
-def prepared(config: GenerationConfig, n_prompt: int, budget: int, eos: Sequence[int], device: Any) -> GenerationConfig:
+def prepared(
+    config: GenerationConfig, n_prompt: int, budget: int, eos: Sequence[int], device: Any, warp: Warp | None = None
+) -> GenerationConfig:
     """A copy of a config as transformers' `generate` prepares it before it makes processors.
 
     Args:
@@ -35,9 +40,24 @@ def prepared(config: GenerationConfig, n_prompt: int, budget: int, eos: Sequence
         budget: Most new tokens.
         eos: Ids that end the text.
         device: Where the ids go.
+        warp: Temperature, top-k and top-p; None leaves out all that acts on sampling.
+
+    Raises:
+        ValueError: Settings contradict one another.
     """
     ready = copy.copy(config)
-    ready.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
+    ready.do_sample = warp is not None
+    if warp is None:
+        for name in ("temperature", *SAMPLING_ONLY):
+            setattr(ready, name, None)
+    else:
+        ready.temperature, ready.top_k = float(warp.temperature), warp.top_k or 0
+        ready.top_p = 1.0 if warp.top_p is None else warp.top_p
+    for name, default in GenerationConfig._get_default_generation_params().items():
+        if getattr(ready, name, None) is None:
+            setattr(ready, name, default)
+    ready.return_dict_in_generate = True  # else it says that scores are ignored
+    ready.validate()
     ready.max_length = n_prompt + budget
     if ready.min_new_tokens:
         ready.min_length = ready.min_new_tokens + n_prompt

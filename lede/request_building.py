@@ -94,24 +94,20 @@ def _processors(
     """
     warp, ids = config.warp, sorted(eos)
 
-    def made(sampling: bool) -> list[LogitsProcessorList]:
+    def made(sampled: Warp | None) -> list[LogitsProcessorList]:
         every = []
         for row, budget in zip(rows, budgets, strict=True):
-            ready = prepared(rest, len(row), budget, ids, model.device)
-            ready.do_sample = sampling
-            if sampling:
-                ready.temperature, ready.top_k = float(config.temperature), config.top_k or 0
-                ready.top_p = 1.0 if config.top_p is None else config.top_p
+            ready = prepared(rest, len(row), budget, ids, model.device, sampled)
             every.append(make_processors(model.hf_model, ready, row, own, model.device))
         return every
 
-    plain = made(sampling=False)
+    plain = made(None)
     others = (set(SAMPLING_ONLY) - {"top_k", "top_p"}) & set(acting(rest))
     if not any(plain) and (warp.greedy or not others):
         return warp, ()
     if warp.greedy:
         return warp, tuple(plain)
-    return Warp(1.0), tuple(made(sampling=True))
+    return Warp(1.0), tuple(made(warp))
 
 
 def _eos(model: EarlyExitModel, config: GenerateConfig) -> frozenset[int]:

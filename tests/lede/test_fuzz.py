@@ -51,6 +51,8 @@ def check(family: str, kind: str, seed: int, length: int, budget: int, chosen: d
     model, ids = tiny_model(family), prompt(seed, length)
     if "min_new_tokens" in chosen:
         chosen = {name: value for name, value in chosen.items() if name != "min_length"}  # one makes the other idle
+    if chosen.get("forced_eos_token_id") in chosen.get("suppress_tokens", ()):
+        chosen = {name: value for name, value in chosen.items() if name != "suppress_tokens"}  # refused by transformers
     wanted = plain_generate(model, ids, budget, **chosen)
     out = generate(model, input_ids=ids, policy=policy_of(kind, seed), max_new_tokens=budget, **chosen)
     found = out.sequences[0, length:].tolist()
