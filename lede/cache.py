@@ -8,11 +8,14 @@ rejected draft wrote can be seen again, since a query only ever looks at slots u
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+from lede.slot_pool import SlotPool
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class KVCache:
         capacity: Slots a row, in tokens; the longest prompt plus budget.
         batch_size: Rows.
         windows: Sliding window of each layer in tokens, or None for full attention; empty means all full.
-        spare: Slots behind the capacity, for the padding of blocks; nothing there is ever seen.
+        spare: Slots behind the capacity at least, for the padding of blocks; nothing there is ever seen.
+        step: The number of slots is a multiple of this.
+        pool: Where buffers come from and go to; None for new ones.
     """
 
     def __init__(
@@ -58,12 +63,15 @@ class KVCache:
         batch_size: int = 1,
         windows: Sequence[int | None] | None = None,
         spare: int = 0,
+        step: int = 1,
+        pool: SlotPool | None = None,
     ) -> None:
         if capacity < 1 or batch_size < 1:
             raise ValueError(f"cache needs capacity and batch_size of at least 1, got {capacity} and {batch_size}")
         self.n_layers = n_layers
         self.capacity = capacity
-        self.spare = spare
+        self.n_slots = -(-(capacity + spare) // step) * step
+        self._making = (spare, step, pool)
         self.batch_size = batch_size
         self.windows: list[int | None] = list(windows) if windows else [None] * n_layers
         self.lengths = [0] * n_layers  # valid slots of each layer, aligned rows only
@@ -71,6 +79,8 @@ class KVCache:
         self.values: list[torch.Tensor | None] = [None] * n_layers
         self._start = 0
         self._place: Place | None = None
+        if pool is not None:
+            weakref.finalize(self, pool.give, self.keys, self.values)
 
     def place(self, start: int) -> None:
         """Send the next updates of every layer to slots `start, start + 1, ...` of all rows."""
@@ -114,14 +124,13 @@ class KVCache:
             raise ValueError(f"the cache holds {used} tokens, a clone of capacity {capacity} can't")
         if self._place is not None:
             raise ValueError("a cache whose rows sit at positions of their own can't be cloned")
-        other = KVCache(self.n_layers, capacity, self.batch_size, self.windows, self.spare)
+        other = KVCache(self.n_layers, capacity, self.batch_size, self.windows, *self._making)
         other.lengths = list(self.lengths)
-        for mine, others in ((self.keys, other.keys), (self.values, other.values)):
+        for part, (mine, others) in enumerate(((self.keys, other.keys), (self.values, other.values))):
             for i, (buffer, length) in enumerate(zip(mine, self.lengths, strict=True)):
                 if buffer is not None:
-                    copy = buffer.new_zeros((*buffer.shape[:2], capacity + self.spare, buffer.shape[3]))
+                    copy = others[i] = other._new(i, part, buffer)
                     copy[:, :, :length] = buffer[:, :, :length]
-                    others[i] = copy
         return other
 
     @contextmanager
@@ -195,9 +204,12 @@ class KVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.keys[layer], self.values[layer]
         if keys is None or values is None:
-            # zeros, not empty: masked slots are multiplied by a weight of 0, and 0 * NaN is NaN
-            shape = (self.batch_size, key_states.shape[1], self.capacity + self.spare, key_states.shape[3])
-            keys = self.keys[layer] = key_states.new_zeros(shape)
-            shape = (self.batch_size, value_states.shape[1], self.capacity + self.spare, value_states.shape[3])
-            values = self.values[layer] = value_states.new_zeros(shape)
+            keys = self.keys[layer] = self._new(layer, 0, key_states)
+            values = self.values[layer] = self._new(layer, 1, value_states)
         return keys, values
+
+    def _new(self, layer: int, part: int, like: torch.Tensor) -> torch.Tensor:
+        """A buffer for keys (0) or values (1) like these, `(row, kv_head, token, head_width)`."""
+        shape, pool = (self.batch_size, like.shape[1], self.n_slots, like.shape[3]), self._making[2]
+        # zeros, not empty: masked slots are multiplied by a weight of 0, and 0 * NaN is NaN
+        return like.new_zeros(shape) if pool is None else pool.take(layer, part, shape, like)

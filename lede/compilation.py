@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lede.blocks import MAX_ROWS
 from lede.cache import KVCache
 from lede.compiled_layers import ROW_BUCKETS, CompiledLayers
 
@@ -59,7 +58,7 @@ def _stand_still(model: EarlyExitModel) -> bool:
 @torch.inference_mode()
 def _trial(model: EarlyExitModel, compiled: CompiledLayers) -> float:
     """How far compiled layers are from eager ones at most, given the same states, behind a prompt and rejections."""
-    watched, other = (KVCache(model.n_layers, CAPACITY, windows=model.windows, spare=MAX_ROWS) for _ in range(2))
+    watched, other = (KVCache(model.n_layers, CAPACITY, 1, model.windows, *compiled.making) for _ in range(2))
     length, apart = 0, 0.0
     for n_tokens in (PROMPT, *ROW_BUCKETS, *ROW_BUCKETS):  # twice: what differs from call to call is left open then
         ids = torch.arange(length, length + n_tokens, device=model.device)[None] % model.vocab_size

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from lede.blocks import MAX_ROWS, Block, Tables
 from lede.ends import Readout
+from lede.slot_pool import SlotPool
 
 ROW_BUCKETS = (1, 2, 4, 6, 8, 12, MAX_ROWS)
 """Rows of a block, padding included."""
@@ -124,12 +125,14 @@ class CompiledLayers:
         self._layer = {rows: torch.compile(_own(run), dynamic=True, mode=mode) for rows in ROW_BUCKETS}
         self._head = {rows: torch.compile(_own(_read), dynamic=True) for rows in ROW_BUCKETS}
         self._readout = read
+        self.making = (MAX_ROWS, SLOT_BUCKET, SlotPool()) if fixed else (MAX_ROWS, 1, None)
+        """How caches are made: spare slots, the multiple that slots come in, and where buffers come from."""
 
     def takes(self, block: Block, n_tokens: int) -> bool:
         """Whether a block of so many tokens can be run: a short one behind a prompt, all rows aligned."""
         if block.place is not None or not block.start or n_tokens > MAX_ROWS:
             return False
-        return block.start + bucket(n_tokens) <= block.cache.capacity + block.cache.spare
+        return block.start + bucket(n_tokens) <= block.cache.n_slots
 
     def run(self, hidden: torch.Tensor, steps: Iterable[tuple[int, nn.Module]], block: Block) -> torch.Tensor:
         """States `(1, token, width)` after layers of states before them; each layer comes with its place."""
@@ -184,8 +187,7 @@ class CompiledLayers:
         if block.padded is None or block.padded.positions.shape[1] != rows:
             end = block.start + rows
             positions = torch.arange(block.start, end, device=block.positions.device)[None]
-            room = block.cache.capacity + block.cache.spare
-            extent = min(-(-end // SLOT_BUCKET) * SLOT_BUCKET, room) if self.fixed else None
+            extent = min(-(-end // SLOT_BUCKET) * SLOT_BUCKET, block.cache.n_slots) if self.fixed else None
             block.padded = Block(positions, block.cache, block.start, None, extent=extent)
         return block.padded, _pad(hidden, rows)
 

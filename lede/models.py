@@ -144,7 +144,8 @@ class EarlyExitModel:
         """An empty cache for this model; capacity in tokens."""
         if not all(map(stands_for, (*self._layers, self.readout.head), self._parts)):
             self._accelerate()  # somebody put other modules into the model, adapters for example
-        return KVCache(self.n_layers, capacity, batch_size, self.windows, MAX_ROWS if self.compiled else 0)
+        making = () if self.compiled is None else self.compiled.making
+        return KVCache(self.n_layers, capacity, batch_size, self.windows, *making)
 
     def block(self, cache: KVCache, start: int, n_tokens: int) -> Block:
         """Place `n_tokens` tokens at positions `start, start + 1, ...` of every row of the cache."""
