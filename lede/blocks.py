@@ -5,14 +5,16 @@ Rotary tables and masks are made once for all positions and sliced for a block, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from lede.cache import KVCache, Place
+from lede.families import UnsupportedModelError
 
 MAX_ROWS = 16
 """Longest block of drafting and verification, for which tables and kernels are made before; longer ones are prompts."""
@@ -52,30 +54,31 @@ class Tables:
     """Positions, rotary tables and masks of blocks, for each layer of one model.
 
     Args:
+        config: The model's, which says what attention runs; asked each time, for it can be switched.
         rotary: The rotary embedding of the stack, or None.
         rotary_types: What it is told of each layer; empty for nothing.
         windows: Sliding window of each layer, or None.
         places: Device of each layer, or None where they run where their input is.
-        attention: Which attention runs, "sdpa" or "eager"; asked each time, for it can be switched.
         max_positions: Positions that the model has; the rotary embeddings of some are tables of that length.
     """
 
     def __init__(
         self,
+        config: Any,
         rotary: nn.Module | None,
         rotary_types: Sequence[str],
         windows: Sequence[int | None],
         places: Sequence[torch.device] | None,
-        attention: Callable[[], str],
         max_positions: int,
     ) -> None:
+        self._config = config
         self._rotary = rotary
         self._rotary_types = rotary_types
         self._windows = windows
         self._places = places
-        self._attention = attention
         self._max_positions = max_positions
         self._whole_rotary: dict[tuple[str, torch.dtype, torch.device], Any] = {}
+        self._rotary_buffers: list[torch.Tensor] = []
         self._whole_masks: dict[tuple[int | None, torch.dtype, torch.device, str], torch.Tensor] = {}
 
     def arguments(self, block: Block, layer: int, hidden: torch.Tensor) -> dict[str, Any]:
@@ -88,6 +91,11 @@ class Tables:
         if self._rotary is not None:
             arguments["position_embeddings"] = self._rotary_table(block, layer, hidden)
         return arguments
+
+    def padding_positions(self, start: int, end: int, device: torch.device) -> torch.Tensor:
+        """Positions `start`..`end` of a padded block, `(1, token)`; padding stays within those that the model has."""
+        positions = torch.arange(start, end, device=device)[None]
+        return positions.clamp_(max=self._max_positions - 1) if end > self._max_positions else positions
 
     def _positions(self, block: Block, device: torch.device) -> torch.Tensor:
         if device not in block.moved:
@@ -112,14 +120,19 @@ class Tables:
         assert self._rotary is not None
         extra = (kind,) if kind else ()
         n_tokens = block.positions.shape[1]
-        if block.start is None or n_tokens > MAX_ROWS:
+        if block.start is None or n_tokens > MAX_ROWS or block.start + n_tokens > self._max_positions:
             return self._rotary(like, block.positions, *extra)
+        buffers = list(self._rotary.buffers())  # others when the model was cast or moved
+        if len(buffers) != len(self._rotary_buffers) or not all(map(is_, buffers, self._rotary_buffers)):
+            self._whole_rotary, self._rotary_buffers = {}, buffers
         key, end = (kind, like.dtype, block.positions.device), block.start + n_tokens
         whole = self._whole_rotary.get(key)
         if whole is None or (whole and whole[0].shape[1] < end):
             n_positions = -(-max(end, block.cache.capacity) // STEP) * STEP
             n_positions = max(end, min(n_positions, self._max_positions))
-            whole = self._rotary(like, torch.arange(n_positions, device=block.positions.device)[None], *extra)
+            with torch.inference_mode(False), torch.no_grad():  # kept beyond this text
+                positions = torch.arange(n_positions, device=block.positions.device)[None]
+                whole = self._rotary(torch.empty(1, dtype=like.dtype, device=like.device), positions, *extra)
             by_position = isinstance(whole, tuple) and all(t.dim() == 3 and t.shape[1] == n_positions for t in whole)
             self._whole_rotary[key] = whole = whole if by_position else ()
         if not whole:
@@ -140,10 +153,10 @@ class Tables:
             mask = self._added(seen, hidden.dtype)
         elif block.extent is not None:
             mask = self._sliced(
-                window, hidden.dtype, device, self._attention(), n_queries, block.start, 0, block.extent
+                window, hidden.dtype, device, attention_of(self._config), n_queries, block.start, 0, block.extent
             )
         elif n_queries > 1:
-            attention = self._attention()
+            attention = attention_of(self._config)
             # sdpa draws the plain causal triangle itself, and faster, when nothing came before
             triangle = block.start == 0 and (window is None or window >= n_queries)
             if not (triangle and attention == "sdpa"):
@@ -174,16 +187,29 @@ class Tables:
         before = 0 if whole is None else whole.shape[1] - AHEAD
         if whole is None or before < start:
             before = -(-max(start, 1) // STEP) * STEP
-            queries = torch.arange(before, before + MAX_ROWS, device=device)[:, None]
-            seen = _causal(queries, torch.arange(before + AHEAD, device=device), window)
-            whole = self._whole_masks[key] = self._added(seen, dtype)
+            with torch.inference_mode(False):  # kept beyond this text
+                queries = torch.arange(before, before + MAX_ROWS, device=device)[:, None]
+                seen = _causal(queries, torch.arange(before + AHEAD, device=device), window)
+                whole = self._whole_masks[key] = self._added(seen, dtype)
         shift = before - start
         return whole[:n_queries, shift + first : shift + end][None, None]
 
     def _added(self, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A mask of what is seen, as it is added to scores: what transformers' attentions make of it themselves."""
-        hidden = torch.finfo(dtype).min if self._attention() == "eager" else float("-inf")
+        hidden = torch.finfo(dtype).min if attention_of(self._config) == "eager" else float("-inf")
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, hidden)
+
+
+def attention_of(config: Any) -> str:
+    """The attention that transformers runs under a config, "sdpa" or "eager".
+
+    Raises:
+        UnsupportedModelError: It is another one.
+    """
+    name = str(getattr(config, "_attn_implementation", None) or "eager")
+    if name not in ("sdpa", "eager"):
+        raise UnsupportedModelError(f"attention '{name}' is not supported; load with 'sdpa' or 'eager'")
+    return name
 
 
 def _causal(queries: torch.Tensor, slots: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -20,6 +20,12 @@ class _Bridged:
     model: EarlyExitModel
     parts: tuple[nn.Module, ...]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the transformers model starts without a wrapper; so does one that was pickled."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
 
 def bridged_model(hf_model: Any, tokenizer: Any = None) -> EarlyExitModel:
     """The transformers model as an EarlyExitModel, the same object as long as nothing in it was exchanged.

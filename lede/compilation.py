@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from typing import TYPE_CHECKING
@@ -78,4 +79,5 @@ def _trial(model: EarlyExitModel, compiled: CompiledLayers) -> float:
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    apart = float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    return apart if math.isfinite(apart) else math.inf  # or max() would pass over it

@@ -38,8 +38,8 @@ Arguments = dict[str, Any]
 class _OpenSlots:
     """The cache of one layer as its attention sees it while being compiled, sizes left open."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, start: int, first: int) -> None:
-        self.keys, self.values, self.start, self.first = keys, values, start, first
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, start: int, first_plus_2: int) -> None:
+        self.keys, self.values, self.start, self.first_plus_2 = keys, values, start, first_plus_2
         self.extended = False
 
     def update(
@@ -50,7 +50,8 @@ class _OpenSlots:
         self.keys[:, :, self.start : end] = key_states
         self.values[:, :, self.start : end] = value_states
         self.extended = True
-        return self.keys[:, :, self.first : end], self.values[:, :, self.first : end]
+        first = self.first_plus_2 - 2
+        return self.keys[:, :, first:end], self.values[:, :, first:end]
 
 
 class _FixedSlots:
@@ -78,10 +79,10 @@ def _run_open(
     keys: torch.Tensor,
     values: torch.Tensor,
     start: int,
-    first: int,
+    first_plus_2: int,
 ) -> tuple[torch.Tensor, bool]:
     """States after a layer, and whether it extended the cache."""
-    slots = _OpenSlots(keys, values, start, first)
+    slots = _OpenSlots(keys, values, start, first_plus_2)
     out = layer(hidden, **arguments, **{cache_argument: slots})
     return (out[0] if isinstance(out, tuple) else out), slots.extended
 
@@ -132,6 +133,8 @@ class CompiledLayers:
         """Whether a block of so many tokens can be run: a short one behind a prompt, all rows aligned."""
         if block.place is not None or not block.start or n_tokens > MAX_ROWS:
             return False
+        if torch.is_autocast_enabled(block.positions.device.type):
+            return False
         return block.start + bucket(n_tokens) <= block.cache.n_slots
 
     def run(self, hidden: torch.Tensor, steps: Iterable[tuple[int, nn.Module]], block: Block) -> torch.Tensor:
@@ -152,7 +155,8 @@ class CompiledLayers:
             keys, values = cache.keys[i], cache.values[i]
             assert keys is not None, f"layer {i} has not seen the prompt"
             assert values is not None
-            where: tuple[Any, ...] = (start, cache.first_slot(i, start))
+            # torch compiles anew for a 0 and a 1, which a window would pass in the midst of a text
+            where: tuple[Any, ...] = (start, cache.first_slot(i, start) + 2)
             if self.fixed:
                 where = (block.positions[0], block.extent)
                 for buffer in (keys, values):
@@ -186,7 +190,7 @@ class CompiledLayers:
         assert block.start is not None
         if block.padded is None or block.padded.positions.shape[1] != rows:
             end = block.start + rows
-            positions = torch.arange(block.start, end, device=block.positions.device)[None]
+            positions = self._tables.padding_positions(block.start, end, block.positions.device)
             extent = min(-(-end // SLOT_BUCKET) * SLOT_BUCKET, block.cache.n_slots) if self.fixed else None
             block.padded = Block(positions, block.cache, block.start, None, extent=extent)
         return block.padded, _pad(hidden, rows)

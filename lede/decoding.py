@@ -37,11 +37,16 @@ class Prefill:
     """Its keys and values; decoding works on a clone."""
     logits: torch.Tensor
     """Raw logits at its last token, `(vocabulary,)`."""
+    revision: int = 0
+    """The model's at that time."""
 
     def check(self, model: EarlyExitModel, prompt: Sequence[int]) -> None:
         """Raise ValueError unless the prefill is of this prompt by this model."""
         if model is not self.model:
             raise ValueError(f"the prefill was made by {self.model}, not by this {model}; make one on it")
+        model.refresh()
+        if model.revision != self.revision:
+            raise ValueError("the transformers model was changed since the prefill was made; make it again")
         if tuple(prompt) != self.ids:
             raise ValueError(
                 f"the prefill is of another prompt ({len(self.ids)} tokens) than the one to decode ({len(prompt)} "
@@ -62,7 +67,7 @@ def prefill(model: EarlyExitModel, ids: Sequence[int], capacity: int | None = No
     block = model.block(cache, 0, len(ids))
     hidden = model.embed(torch.tensor([list(ids)], device=model.device), block)
     logits = model.head(model.run_layers(hidden, 0, model.n_layers, block)[:, -1:])[0, -1]
-    return Prefill(model, tuple(ids), cache, logits)
+    return Prefill(model, tuple(ids), cache, logits, model.revision)
 
 
 RunLayers = Callable[[torch.Tensor, int, int, Block], torch.Tensor]

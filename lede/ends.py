@@ -28,13 +28,12 @@ class Embedding:
         self._positions = part(stack, family.positions)
         # some take an attention mask first, from which they count positions when given none
         self._named = self._positions is not None and "position_ids" in _arguments(self._positions)
-        self._scale: float | torch.Tensor | None = None
+        self._scale: float | None = None
         if family.embedding_scale is not None:
             self._scale = float(getattr(hf_model.config, family.embedding_scale))
+        self._root = 0.0
         if family.root_width and not hasattr(self.tokens, "embed_scale"):
-            # rounded to the dtype of the weights before it multiplies, as the models themselves do
-            dtype = next(self.tokens.parameters()).dtype
-            self._scale = torch.tensor(hf_model.config.hidden_size**0.5, dtype=dtype)
+            self._root = hf_model.config.hidden_size**0.5
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states `(row, token, width)` of ids `(row, token)` at positions `(1 or row, token)`."""
@@ -43,6 +42,9 @@ class Embedding:
             hidden = self._projection(hidden)
         if self._scale is not None:
             hidden = hidden * self._scale
+        if self._root:
+            # rounded to the dtype of the weights before it multiplies, as the models themselves do
+            hidden = hidden * torch.tensor(self._root, dtype=hidden.dtype)
         if self._positions is not None:
             named = {"attention_mask": None, "position_ids": positions}
             places = self._positions(**named) if self._named else self._positions(positions)

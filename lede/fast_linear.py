@@ -2,8 +2,8 @@
 
 torch multiplies float32 matrices on the CPU by MKL, which at one to sixteen rows reaches half of the memory's speed, or
 less where it does not know the processor. oneDNN, which torch ships as well, reaches more at two rows and up, and a
-reduction that inductor compiles reaches all of it at a single row. The kernels differ from MKL's in rounding only; in
-float64 nothing is replaced.
+reduction that inductor compiles reaches all of it. The kernels differ from MKL's in rounding only; eager float64 is
+computed as before.
 
 The live model is never touched: `accelerated` makes a shallow copy of a module, with the same weights and a module
 table of its own, in which such layers stand for the linear ones.
@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from lede.snapshot import own_forward
+
 Module = TypeVar("Module", bound=nn.Module)
 
 ROWS_UNROLLED = 8
@@ -27,7 +29,7 @@ ROWS_UNROLLED = 8
 UNROLLED = 4608
 """Most numbers in such rows: more don't stay in the processor's nearest cache, and a matrix product does better."""
 
-_LIBRARY = torch.library.Library("lede", "DEF")
+_LIBRARY = torch.library.Library("lede", "FRAGMENT")
 _LIBRARY.define("linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
 
 
@@ -66,7 +68,7 @@ def fast_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         weight: As torch's `Linear` holds it.
         bias: None for none.
     """
-    if weight.device.type != "cpu" or torch.is_grad_enabled():
+    if weight.device.type != "cpu" or torch.is_grad_enabled() or rows.dtype != weight.dtype:
         return functional.linear(rows, weight, bias)
     width = weight.shape[1]
     if torch.compiler.is_compiling() and weight.is_contiguous():
@@ -78,10 +80,15 @@ def fast_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
             out = torch.stack([(weight * flat[i]).sum(-1) for i in range(flat.shape[0])])
             out = out.reshape(*rows.shape[:-1], weight.shape[0])
             return out if bias is None else out + bias
-    if weight.dtype == torch.float32:
+    if weight.dtype == torch.float32 and type(weight) in (torch.Tensor, nn.Parameter) and not _autocast():
         product: torch.Tensor = torch.ops.lede.linear(rows, weight, bias)
         return product
     return functional.linear(rows, weight, bias)
+
+
+def _autocast() -> bool:
+    """Whether torch is to choose dtypes, which it does in its own operators alone."""
+    return not torch.compiler.is_compiling() and torch.is_autocast_enabled("cpu")
 
 
 class FastLinear(nn.Linear):
@@ -125,25 +132,10 @@ def accelerated(module: Module) -> Module:
     return twin
 
 
-def stands_for(twin: nn.Module, module: nn.Module) -> bool:
-    """Whether a copy made by `accelerated` still mirrors its module, all of whose parts are where they were."""
-    if twin is module:
-        return True
-    if type(module) in _FAST:
-        return twin._parameters is module._parameters
-    if twin._modules.keys() != module._modules.keys() or type(twin) is not type(module):
-        return False
-    return all(
-        part is mine or (part is not None and mine is not None and stands_for(mine, part))
-        for part, mine in zip(module._modules.values(), twin._modules.values(), strict=True)
-    )
-
-
 def _foreign(module: nn.Module) -> bool:
     """Whether somebody made a module do something of their own."""
-    own = vars(module).get("forward")  # transformers leaves the class's own behind where it collected outputs
-    replaced = own is not None and getattr(own, "__func__", None) is not type(module).forward
     hooked = module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module)
+    replaced = own_forward(module) is not None
     return bool(replaced or hooked or type(module).__module__.split(".")[0] not in ("torch", "transformers"))
 
 

@@ -153,7 +153,10 @@ def _sampling(config: GenerationConfig, settings: Mapping[str, Any]) -> dict[str
     if settings.get("do_sample") is False and asked:
         raise ValueError(f"do_sample=False decodes greedily, temperature={asked} samples; give one of the two")
     if not config.do_sample or asked == 0:
-        return {} if asked is None else {"temperature": asked}
+        if not asked:
+            return {} if asked is None else {"temperature": asked}
+        given = {"temperature": asked, "top_k": config.top_k, "top_p": config.top_p}
+        return {name: value for name, value in given.items() if value is not None}
     return {
         "temperature": 1.0 if config.temperature is None else config.temperature,
         "top_k": settings.get("top_k", 50 if config.top_k is None else config.top_k),

@@ -7,6 +7,7 @@ model's own. What is supported stands in `lede.families`.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,12 +19,13 @@ from torch import nn
 from transformers.utils import logging
 
 from lede.adapters import adapted
-from lede.blocks import MAX_ROWS, Block, Tables
+from lede.blocks import MAX_ROWS, Block, Tables, attention_of
 from lede.cache import KVCache, Place, neighbours
 from lede.devices import home_of, places_of
 from lede.ends import Embedding, Readout, part
 from lede.families import FAMILIES, Family, UnsupportedModelError, check_supported
-from lede.fast_linear import accelerated, stands_for
+from lede.fast_linear import accelerated
+from lede.snapshot import Snapshot
 from lede.sublayers import Record, Sublayers
 
 if TYPE_CHECKING:
@@ -60,36 +62,70 @@ class EarlyExitModel:
         hf_model = adapted(hf_model)
         self.config = hf_model.config
         self.family = check_supported(self.config)
+        _ = self.attention
+        self.hf_model = hf_model
+        self.tokenizer = tokenizer
+        self.name = name or type(hf_model).__name__
+        self.compile_seconds = 0.0
+        self.revision = 0
+        """How often somebody changed the transformers model since."""
+        self._assemble()
+
+    def _assemble(self) -> None:
+        """Take the parts of the transformers model as they are now, with fast kernels where there are any.
+
+        Raises:
+            ValueError: It trains.
+            UnsupportedModelError: It has no head, or layers without weights.
+        """
+        hf_model = self.hf_model
         if _trains_otherwise(hf_model):
             raise ValueError(
                 "the model is in training mode and has dropout or gradient checkpointing; call model.eval() first"
             )
         if hf_model.get_output_embeddings() is None:
             raise UnsupportedModelError(f"{type(hf_model).__name__} has no LM head; load it as a causal language model")
-        _ = self.attention
-        self.hf_model = hf_model
-        self.tokenizer = tokenizer
-        self.name = name or type(hf_model).__name__
+        self._snapshot = Snapshot(hf_model)
         stack = getattr(hf_model, self.family.decoder)
         self._embed = Embedding(hf_model, self.family)
         self.readout = Readout(hf_model, self.family)
+        self.readout.head = accelerated(self.readout.head)
         rotary: nn.Module | None = getattr(stack, self.family.rotary, None) if self.family.rotary else None
-        layers: Any = part(stack, self.family.layers)
-        self._parts: list[nn.Module] = [*layers, self.readout.head]
+        live: Any = part(stack, self.family.layers)
+        layers: list[nn.Module] = [accelerated(layer) for layer in live]
+        self.n_layers = len(layers)
+        self._layers = layers
+        self.steps = list(enumerate(layers))
+        self._sublayers = Sublayers(self.family, layers)
         self.compiled: CompiledLayers | None = None
-        self.compile_seconds = 0.0
-        self._accelerate()
-        self.n_layers = len(self._layers)
         types = getattr(self.config, "layer_types", None)
         window = getattr(self.config, "sliding_window", None)
         self.layer_types = list(types) if types else [_default_type(self.family, window)] * self.n_layers
         self.windows = [window if t == "sliding_attention" else None for t in self.layer_types]
         typed = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
         types_told = self.layer_types if typed and self.family.rotary_by_type else [""] * self.n_layers
-        self.places = places_of(self._layers)
-        self.tables = Tables(rotary, types_told, self.windows, self.places, lambda: self.attention, self.max_positions)
-        arguments = inspect.signature(self._layers[0].forward).parameters
+        self.places = places_of(layers)
+        self.tables = Tables(self.config, rotary, types_told, self.windows, self.places, self.max_positions)
+        arguments = inspect.signature(layers[0].forward).parameters
         self.cache_argument = next(a for a in _CACHE_ARGUMENTS if a in arguments)
+
+    def refresh(self) -> None:
+        """Notice what somebody changed in the transformers model: modules, hooks, replaced forwards, training mode.
+
+        Decoding asks at the start of each text. Compiled layers are given up then, and a warning says so.
+
+        Raises:
+            ValueError: The model can't be decoded as it is now.
+        """
+        if self._snapshot.fits(self.hf_model):
+            return
+        if self.compiled is not None:
+            warnings.warn(
+                "the transformers model was changed, so its layers run eagerly; compile() compiles them again",
+                stacklevel=2,
+            )
+        self._assemble()
+        self.revision += 1
 
     def __repr__(self) -> str:
         kind = self.config.model_type
@@ -102,10 +138,7 @@ class EarlyExitModel:
         Raises:
             UnsupportedModelError: It is another one.
         """
-        name = str(getattr(self.config, "_attn_implementation", None) or "eager")
-        if name not in ("sdpa", "eager"):
-            raise UnsupportedModelError(f"attention '{name}' is not supported; load with 'sdpa' or 'eager'")
-        return name
+        return attention_of(self.config)
 
     @property
     def vocab_size(self) -> int:
@@ -142,8 +175,7 @@ class EarlyExitModel:
 
     def new_cache(self, capacity: int, batch_size: int = 1) -> KVCache:
         """An empty cache for this model; capacity in tokens."""
-        if not all(map(stands_for, (*self._layers, self.readout.head), self._parts)):
-            self._accelerate()  # somebody put other modules into the model, adapters for example
+        self.refresh()
         making = () if self.compiled is None else self.compiled.making
         return KVCache(self.n_layers, capacity, batch_size, self.windows, *making)
 
@@ -199,14 +231,6 @@ class EarlyExitModel:
         from lede.compilation import compile_layers  # torch's compiler is slow to import
 
         return compile_layers(self)
-
-    def _accelerate(self) -> None:
-        """Take the layers and the head of the transformers model, with fast kernels where there are any."""
-        *layers, self.readout.head = map(accelerated, self._parts)
-        self._layers = layers
-        self.steps = list(enumerate(layers))
-        self._sublayers = Sublayers(self.family, layers)
-        self.compiled = None
 
     def embed(self, token_ids: torch.Tensor, block: Block) -> torch.Tensor:
         """Hidden states before the first layer, `(row, token, width)`, of ids `(row, token)`."""

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from lede.generation_settings import SAMPLING_ONLY, GenerateConfig, acting
 from lede.models import EarlyExitModel
-from lede.processors import make_criteria, make_processors, prepared
+from lede.processors import make_criteria, make_processors, prepared, processors_of_row
 from lede.request import Request
 from lede.stopping import split_criteria
 from lede.verification import Warp
@@ -96,9 +96,10 @@ def _processors(
 
     def made(sampled: Warp | None) -> list[LogitsProcessorList]:
         every = []
-        for row, budget in zip(rows, budgets, strict=True):
+        for i, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
             ready = prepared(rest, len(row), budget, ids, model.device, sampled)
-            every.append(make_processors(model.hf_model, ready, row, own, model.device))
+            mine = None if own is None else processors_of_row(own, i, len(rows))
+            every.append(make_processors(model.hf_model, ready, row, mine, model.device))
         return every
 
     plain = made(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import warnings
 import weakref
 from typing import Any
@@ -272,3 +273,14 @@ def test_unsupported_models_and_other_models_policies_are_refused() -> None:
         tiny_hf_model("llama").generate(
             IDS, custom_generate=lede.custom_generate(StaticPolicy(exit_layer=6)), max_new_tokens=3
         )
+
+
+def test_a_copied_model_asks_nothing_of_the_one_it_came_from() -> None:
+    hf_model = tiny_hf_model("llama")
+    settings = {"max_new_tokens": 12, "pad_token_id": 0, "do_sample": False}
+    hf_model.generate(IDS, custom_generate=static(), **settings)
+    other = copy.deepcopy(hf_model)
+    other.set_attn_implementation("eager")
+    found = other.generate(IDS, custom_generate=static(), **settings)
+    assert torch.equal(found, other.generate(IDS, **settings))
+    assert pickle.loads(pickle.dumps(hf_model)).config.model_type == "llama"

@@ -12,6 +12,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
@@ -263,3 +264,37 @@ def test_a_decided_setting_of_the_models_own_config_is_not_warned_about() -> Non
     wanted = plain_generate(tiny_model("llama"), IDS, 6, repetition_penalty=1.3)
     assert new_tokens(generate(model, input_ids=IDS, max_new_tokens=6, repetition_penalty=1.3)) == wanted
     generate(model, input_ids=IDS, max_new_tokens=6, generation_config=GenerationConfig(repetition_penalty=1.0))
+
+
+def test_a_temperature_takes_top_k_and_top_p_from_the_config() -> None:
+    config = GenerationConfig(top_k=2, top_p=0.9)
+    by_config = [
+        new_tokens(
+            generate(
+                tiny_model("llama"), input_ids=IDS, generation_config=config, temperature=1.5, max_new_tokens=20, seed=s
+            )
+        )
+        for s in range(3)
+    ]
+    by_name = [
+        new_tokens(
+            generate(tiny_model("llama"), input_ids=IDS, temperature=1.5, top_k=2, top_p=0.9, max_new_tokens=20, seed=s)
+        )
+        for s in range(3)
+    ]
+    assert by_config == by_name
+    alone = [
+        new_tokens(generate(tiny_model("llama"), input_ids=IDS, temperature=1.5, max_new_tokens=20, seed=s))
+        for s in range(3)
+    ]
+    assert alone != by_name
+
+
+def test_own_processors_know_their_row_of_a_batch() -> None:
+    """The number of the row is what a prefix function is asked with."""
+    rows = [IDS[:4], IDS]
+    allowed = [[3, 4, 5], [50, 60]]
+    own = LogitsProcessorList([PrefixConstrainedLogitsProcessor(lambda row, ids: allowed[row], 1)])
+    outs = generate(tiny_model("llama"), input_ids=rows, logits_processor=own, max_new_tokens=8)
+    for out, row, ids in zip(outs, rows, allowed, strict=True):
+        assert set(out.sequences[0, len(row) :].tolist()) <= set(ids)

@@ -73,9 +73,11 @@ def test_keys_and_values_are_bit_equal_and_the_prefill_stays_as_it_is(family: st
 def test_nothing_of_the_prompt_runs_again() -> None:
     hf_model = tiny_hf_model("llama")
     model, ids = load_model((hf_model, None)), prompt(0, 17)
-    ready = prefill(model, ids)
     widths: list[int] = []
     hf_model.model.layers[0].register_forward_hook(lambda _, args, __: widths.append(args[0].shape[1]))
+    ready = prefill(model, ids)
+    assert widths == [17]
+    widths.clear()
     out = generate(model, input_ids=ids, prefilled=ready, max_new_tokens=9)
     assert widths == [1] * 8
     assert out.sequences[0, 17:].tolist() == plain_generate(model, ids, 9)

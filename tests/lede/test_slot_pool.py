@@ -37,6 +37,7 @@ def test_the_next_cache_gets_the_buffers_of_the_last_one_layer_by_layer() -> Non
     assert keys.shape == (1, 2, 16, 3)
     assert (keys[:, :, :4] == 2).all()
     assert (values[:, :, :4] == -2).all()
+    assert not keys[:, :, 4:].any(), "nothing of the last text is left"
 
 
 def test_caches_that_live_at_once_share_nothing() -> None:
@@ -59,4 +60,9 @@ def test_other_shapes_are_no_use() -> None:
     keys = longer.keys[0]
     assert keys is not None
     assert keys.shape[2] == 32
+    del longer, keys
+    gc.collect()
+    assert sum(buffer.shape[2] for buffer in pool._free.values()) == 2 * 2 * 32, "only the last cache's are kept"
+    keys = filled(pool, capacity=20).keys[0]
+    assert keys is not None
     assert not keys.any(dim=3).any(dim=1)[0, 4:].any(), "a new buffer holds zeros where nothing was stored"
