@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lede.features import FeatureConfig
+from lede.forecast import odds_of_surprisal, odds_of_surprisals
 
 Array = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -22,9 +23,8 @@ Ints = npt.NDArray[np.int64]
 SCANNING, DRAFTING = 0, 1
 """Places of the stages among the regressions."""
 
-_LEAST = math.exp(-20.0)  # survival: further out nothing changes any more
-_MOST_ODDS = 12.0
-_UNVARYING = ("depth", "in_scan", "in_draft")  # the same wherever one regression holds
+LEAST = math.exp(-20.0)  # survival: further out nothing changes any more
+UNVARYING = ("depth", "in_scan", "in_draft")  # the same wherever one regression holds
 
 
 class AcceptanceModel:
@@ -68,7 +68,7 @@ class AcceptanceModel:
         """Logarithm of the probability for one observation `(feature,)`; quick, for decoding."""
         weights, place, odds = self._rows[stage][candidate], 0, 0.0
         for name, value in zip(self.features.names, observation.tolist(), strict=True):
-            if name in _UNVARYING:
+            if name in UNVARYING:
                 continue
             odds += weights[place] * value
             place += 1
@@ -83,18 +83,14 @@ def log_sigmoid(odds: float) -> float:
     return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
 
 
-def _odds_of_surprisal(value: float) -> float:
-    return min(max(-math.log(math.expm1(max(value, 1e-12))), -_MOST_ODDS), _MOST_ODDS)
-
-
 _BENT: dict[str, Callable[[float], float]] = {
-    "surprisal": _odds_of_surprisal,
+    "surprisal": odds_of_surprisal,
     "margin": lambda value: math.exp(-value),
     "entropy": math.sqrt,
     "agreement": lambda value: float(value != 0),
     "drafted": math.log1p,
-    "survival": lambda value: math.log(max(value, _LEAST)),
-    "certainty": lambda value: math.log(max(value, _LEAST)),
+    "survival": lambda value: math.log(max(value, LEAST)),
+    "certainty": lambda value: math.log(max(value, LEAST)),
 }
 """A second input of a feature, bent so that a line fits; `inputs` has the same for arrays."""
 
@@ -104,11 +100,11 @@ def inputs(observations: npt.NDArray[np.float32], features: FeatureConfig) -> Ar
     columns = []
     for i, name in enumerate(features.names):
         value = observations[:, i].astype(np.float64)
-        if name in _UNVARYING:
+        if name in UNVARYING:
             continue
         columns.append(value)
         if name == "surprisal":
-            columns.append(np.clip(-np.log(np.expm1(np.maximum(value, 1e-12))), -_MOST_ODDS, _MOST_ODDS))
+            columns.append(odds_of_surprisals(value))
         elif name == "margin":
             columns.append(np.exp(-value))
         elif name == "entropy":
@@ -118,7 +114,7 @@ def inputs(observations: npt.NDArray[np.float32], features: FeatureConfig) -> Ar
         elif name == "drafted":
             columns.append(np.log1p(value))
         elif name in ("survival", "certainty"):
-            columns.append(np.log(np.maximum(value, _LEAST)))
+            columns.append(np.log(np.maximum(value, LEAST)))
     return np.stack([*columns, np.ones(len(observations))], axis=1)
 
 

@@ -82,6 +82,9 @@ class CustomGenerate:
             raise ValueError(f"input_ids are on {input_ids.device}, the model on {lede_model.device}; move them there")
         mask = model_kwargs.get("attention_mask")
         padding = [0] * len(input_ids) if mask is None else padding_of(input_ids.tolist(), mask)
+        empty = [row for row, n in enumerate(padding) if n == input_ids.shape[1]]
+        if empty:
+            raise ValueError(f"row {empty[0]} of input_ids is all padding; a prompt needs at least one token")
         _check_positions(model_kwargs.get("position_ids"), input_ids, padding)
         extra = [StopStringCriteria(self.tokenizer, list(self.stop_strings))] if self.stop_strings else []
         criteria, eos, longest = split_criteria([*stopping_criteria, *extra])

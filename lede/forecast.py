@@ -26,8 +26,9 @@ FORECAST_INPUTS = ("surprisal", "margin", "drafted")
 
 N_WEIGHTS = 2 * len(FORECAST_INPUTS) + 1
 """Coefficients of a regression."""
+MOST_ODDS = 12.0
+"""Beyond these log-odds nothing changes any more."""
 _MOST = 50.0  # nats; beyond it nothing changes any more
-_MOST_ODDS = 12.0
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -87,7 +88,7 @@ class Forecast:
             surprisal = _MOST
         if margin > _MOST:
             margin = _MOST
-        odds = a * surprisal + b * _odds(surprisal) + c * margin + d * math.exp(-margin) + g
+        odds = a * surprisal + b * odds_of_surprisal(surprisal) + c * margin + d * math.exp(-margin) + g
         if drafted:
             odds += e * drafted + f * math.log1p(drafted)
         return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
@@ -97,7 +98,7 @@ class Forecast:
         s = np.clip(np.asarray(surprisal, dtype=np.float64), 0.0, _MOST)
         m = np.clip(np.asarray(margin, dtype=np.float64), 0.0, _MOST)
         n = np.asarray(drafted, dtype=np.float64)
-        bent = np.clip(-np.log(np.expm1(np.maximum(s, 1e-12))), -_MOST_ODDS, _MOST_ODDS)
+        bent = odds_of_surprisals(s)
         columns = np.stack([s, bent, m, np.exp(-m), n, np.log1p(n), np.ones_like(s)], axis=-1)
         weights = self._weights[(n > 0).astype(np.int64), np.searchsorted(self.layers, layer)]
         return np.asarray(-np.logaddexp(0.0, -(columns * weights).sum(axis=-1)))
@@ -111,5 +112,11 @@ class Forecast:
         return np.asarray([self.first, self.later], dtype=np.float64)
 
 
-def _odds(surprisal: float) -> float:
-    return min(max(-math.log(math.expm1(max(surprisal, 1e-12))), -_MOST_ODDS), _MOST_ODDS)
+def odds_of_surprisal(value: float) -> float:
+    """Log-odds of the likeliest token from its surprisal, clipped."""
+    return min(max(-math.log(math.expm1(max(value, 1e-12))), -MOST_ODDS), MOST_ODDS)
+
+
+def odds_of_surprisals(values: Array) -> Array:
+    """The same for arrays."""
+    return np.asarray(np.clip(-np.log(np.expm1(np.maximum(values, 1e-12))), -MOST_ODDS, MOST_ODDS))

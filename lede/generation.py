@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -224,7 +224,7 @@ def _rows(
         many = is_batch(input_ids)
         rows = rows_of(input_ids if many else [ids_of(input_ids)], attention_mask)
     elif messages is not None:
-        many = bool(messages) and not isinstance(messages[0], dict)
+        many = bool(messages) and not isinstance(messages[0], Mapping)
         rows = [encode_messages(model.tokenizer, each) for each in (messages if many else [messages])]
     else:
         many = isinstance(prompt, (list, tuple))

@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from lede.acceptance import _LEAST, _MOST_ODDS, _UNVARYING, DRAFTING, SCANNING, AcceptanceModel
+from lede.acceptance import DRAFTING, LEAST, SCANNING, UNVARYING, AcceptanceModel
 from lede.acceptance import inputs as inputs_of
 from lede.features import FeatureConfig
+from lede.forecast import MOST_ODDS
 from lede.policies import LearnedPolicy, Policy, SurvivalPolicy
 from lede.policies.base import BLIND
 
@@ -120,7 +121,7 @@ def _survival(policy: SurvivalPolicy) -> PolicyNetwork:
 
 
 def _odds_of_surprisal(value: torch.Tensor) -> torch.Tensor:
-    return (-torch.log(torch.expm1(value.clamp_min(1e-12)))).clamp(-_MOST_ODDS, _MOST_ODDS)
+    return (-torch.log(torch.expm1(value.clamp_min(1e-12)))).clamp(-MOST_ODDS, MOST_ODDS)
 
 
 _BENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -129,8 +130,8 @@ _BENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "entropy": torch.sqrt,
     "agreement": lambda value: (value != 0).double(),
     "drafted": torch.log1p,
-    "survival": lambda value: torch.log(value.clamp_min(_LEAST)),
-    "certainty": lambda value: torch.log(value.clamp_min(_LEAST)),
+    "survival": lambda value: torch.log(value.clamp_min(LEAST)),
+    "certainty": lambda value: torch.log(value.clamp_min(LEAST)),
 }
 """The second inputs of `lede.acceptance.inputs`."""
 
@@ -155,7 +156,7 @@ class AcceptanceModule(nn.Module):
         seen = observations.double()
         columns = []
         for place, name in enumerate(self.names):
-            if name not in _UNVARYING:
+            if name not in UNVARYING:
                 columns.append(seen[:, place])
                 if name in _BENT:
                     columns.append(_BENT[name](seen[:, place]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -33,8 +34,8 @@ def ids_of(input_ids: Any) -> list[int]:
 
 def is_batch(input_ids: Any) -> bool:
     """Whether ids are of several prompts: a list of id lists, however many, or a tensor of more than one row."""
-    if isinstance(input_ids, torch.Tensor):
-        return input_ids.dim() == 2 and input_ids.shape[0] != 1
+    if isinstance(input_ids, (torch.Tensor, np.ndarray)):
+        return input_ids.ndim == 2 and input_ids.shape[0] != 1
     if isinstance(input_ids, (list, tuple)) and input_ids:
         return all(isinstance(row, (list, tuple)) or (isinstance(row, torch.Tensor) and row.dim()) for row in input_ids)
     return False
@@ -50,8 +51,8 @@ def rows_of(input_ids: Any, attention_mask: Any = None) -> list[list[int]]:
     Raises:
         ValueError: There is no row, a row is empty, the mask is of another shape, or it pads on the right or inside.
     """
-    if isinstance(input_ids, torch.Tensor):
-        if input_ids.dim() != 2:
+    if isinstance(input_ids, (torch.Tensor, np.ndarray)):
+        if input_ids.ndim != 2:
             raise ValueError(f"input_ids of several prompts must be (row, token), got {tuple(input_ids.shape)}")
         rows = [ids_of(row) for row in input_ids]
     else:
@@ -73,7 +74,7 @@ def padding_of(rows: Sequence[Sequence[int]], attention_mask: Any) -> list[int]:
         ValueError: The mask is of another shape, or a row is padded anywhere else.
     """
     shapes = [len(row) for row in rows]
-    mask = attention_mask.tolist() if isinstance(attention_mask, torch.Tensor) else attention_mask
+    mask = attention_mask.tolist() if isinstance(attention_mask, (torch.Tensor, np.ndarray)) else attention_mask
     if mask and not isinstance(mask[0], (list, tuple, torch.Tensor)):
         mask = [mask]
     kept = [[bool(value) for value in row] for row in mask]

@@ -69,7 +69,7 @@ def play(policy: LayerSkippingPolicy, probe: FakeProbe, accepted: int, drafted: 
         a, d = (accepted, drafted) if plan is not None else (0, 0)
         policy.verified(RoundReport(plan, d, a, capped=False, shadow=None))
         if policy.searches:
-            policy.between_rounds(probe)  # type: ignore[arg-type]
+            policy.between_rounds(probe)  # type: ignore[arg-type]  # a stand-in for one
 
 
 def both(*layers: int) -> SkipSublayers:

@@ -48,6 +48,7 @@ class TableModel:
     vocab_size = VOCAB_SIZE
     device = torch.device("cpu")
     dtype = torch.float64
+    revision = 0
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -173,7 +174,7 @@ def law_of_loop(
     law: Law = {}
     paths = Paths(lanes)
     for _ in paths:
-        decoder = decoder_class(model, make_policy(), Chooser(warp, paths, processors), eos)  # type: ignore[arg-type]
+        decoder = decoder_class(model, make_policy(), Chooser(warp, paths, processors), eos)  # type: ignore[arg-type]  # a stand-in for a model
         text = tuple(t for tokens in decoder.decode((0, 1), n_tokens) for t in tokens)
         law[text] = law.get(text, 0.0) + paths.weight
     return law
@@ -196,7 +197,7 @@ def law_of_model(
             return
         scores = model.logits((0, 1, *text), N_LAYERS).float()
         if processors:
-            scores = processors(torch.tensor([[0, 1, *text]]), scores[None].clone())[0]  # type: ignore[arg-type]
+            scores = processors(torch.tensor([[0, 1, *text]]), scores[None].clone())[0]  # type: ignore[arg-type]  # typed for long ids
         for token, p in enumerate(warp.probabilities(scores).tolist()):
             if p > 0:
                 extend((*text, token), weight * p)

@@ -311,7 +311,7 @@ def test_prompts_of_a_batch_go_in_groups(monkeypatch: pytest.MonkeyPatch) -> Non
             def watched(model: EarlyExitModel, cache: Any, rows: Any, starts: Any, lengths: Any) -> Any:
                 if set(starts) == {0}:
                     seen.append(len(rows))  # noqa: B023  called inside the loop
-                return own(model, cache, rows, starts, lengths)  # noqa: B023
+                return own(model, cache, rows, starts, lengths)  # noqa: B023  likewise
 
             patch.setattr(EarlyExitModel, "rows_block", watched)
             outputs = decode(model, ROWS, None, max_new_tokens=6)

@@ -284,3 +284,11 @@ def test_a_copied_model_asks_nothing_of_the_one_it_came_from() -> None:
     found = other.generate(IDS, custom_generate=static(), **settings)
     assert torch.equal(found, other.generate(IDS, **settings))
     assert pickle.loads(pickle.dumps(hf_model)).config.model_type == "llama"
+
+
+def test_a_row_of_padding_alone_is_refused() -> None:
+    mask = torch.tensor([[1] * 7, [0] * 7])
+    with pytest.raises(ValueError, match="row 1 of input_ids is all padding"):
+        tiny_hf_model("llama").generate(
+            IDS.repeat(2, 1), attention_mask=mask, max_new_tokens=4, pad_token_id=0, custom_generate=static()
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -172,7 +171,6 @@ def test_rows_of_a_batch_are_single_runs(policy: str) -> None:
         assert out.sequences.reshape(-1)[len(ids) :].tolist() == wanted_tokens(model, ids, BUDGET)
 
 
-@pytest.mark.skipif("compile" not in inspect.signature(load_model).parameters, reason="no compiled engine")
 @pytest.mark.filterwarnings("default")  # torch's compiler has warnings of its own
 @pytest.mark.parametrize("policy", ["plain", "static", "learned"])
 def test_the_compiled_engine_writes_the_same_text(policy: str) -> None:

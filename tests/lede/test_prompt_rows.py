@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,3 +112,10 @@ def test_what_is_for_one_prompt_is_refused_for_many() -> None:
         generate(tiny_model("llama"), input_ids=ROWS, streamer=Quiet())
     with pytest.raises(ValueError, match="attention_mask goes with input_ids"):
         generate(tiny_model("llama"), "text", attention_mask=torch.ones(1, 1))
+
+
+def test_numpy_arrays_are_rows_too() -> None:
+    ids, mask = np.array([[0, 5, 6], [7, 8, 9]]), np.array([[0, 1, 1], [1, 1, 1]])
+    assert is_batch(ids)
+    assert not is_batch(ids[:1])
+    assert rows_of(ids, mask) == [[5, 6], [7, 8, 9]]
