@@ -30,12 +30,12 @@ from lede.policies import parse_policy
 
 PROMPT = "def quicksort(items):"
 GROUPS = {
-    "products": ("mm", "linear", "addmm", "_linear_pointwise", "mv", "bmm", "matmul"),
-    "attention": ("scaled_dot_product", "flash"),
     "compiled kernels": ("Call CompiledFxGraph",),
     "guards": ("TorchDynamo", "Torch-Compiled", "Pregraph", "AOTDispatcher"),
+    "products": ("aten::mm", "linear", "addmm", "_linear_pointwise", "aten::mv", "bmm", "matmul"),
+    "attention": ("scaled_dot_product", "flash"),
 }
-"""Groups of operations by parts of their names; the rest is arithmetic, copies and views."""
+"""Groups of operations by parts of their names, the first that fits; the rest is arithmetic, copies and views."""
 
 
 @dataclass(frozen=True)
