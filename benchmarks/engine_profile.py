@@ -8,7 +8,6 @@ weights once would take at the measured speed of a copy in memory.
 
 from __future__ import annotations
 
-import inspect
 import json
 import statistics
 import time
@@ -58,6 +57,8 @@ class ProfileSettings:
     """Texts that the medians are of, after a warm-up."""
     contexts: str = "256,1024,4000"
     """Context lengths at which a token is timed."""
+    compiled: bool = True
+    """Whether the compiled engine is measured too."""
 
 
 Run = Callable[[], dict[str, float]]
@@ -187,7 +188,7 @@ def main(settings: ProfileSettings) -> dict[str, Any]:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     models = {"eager": load_model(settings.model, dtype=settings.dtype)}
-    if "compile" in inspect.signature(load_model).parameters:
+    if settings.compiled:
         models["compiled"] = load_model((models["eager"].hf_model, models["eager"].tokenizer), compile=True)
     model = models["eager"]
     ids = list(model.tokenizer(PROMPT)["input_ids"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks import engine_memory, engine_profile
 from benchmarks.head_price import with_head_price
 from lede.cost_model import Measurement
 from lede.cost_profile import CostProfile
@@ -36,3 +39,31 @@ def test_head_price_changes_head_reads_alone() -> None:
 def test_head_price_wants_a_price() -> None:
     with pytest.raises(ValueError, match="above 0, got -1"):
         with_head_price(profile(), -1)
+
+
+def test_an_engine_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = engine_profile.ProfileSettings(
+        tmp_path / "engine.json",
+        policy=("static:exit_layer=5;draft_length=2",),
+        max_new_tokens=6,
+        repeats=1,
+        contexts="16,9999",
+        compiled=False,
+    )
+    found = engine_profile.main(settings)
+    names = ["transformers generate", "plain, eager", "static:exit_layer=5;draft_length=2, eager"]
+    assert list(found["sections"]) == list(found["operations"]) == names
+    for spent in list(found["sections"].values())[1:]:
+        assert sum(ms for section, ms in spent.items() if section != "total") <= spent["total"]
+    assert found["operations"]["plain, eager"]["products"] > 0
+    assert list(found["contexts"]["eager"]) == ["token at 16", "attention at 16"], "the model has no 9,999 positions"
+    assert (tmp_path / "engine.json").exists()
+    assert "milliseconds a token" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_engine_memory_of_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = engine_memory.main(engine_memory.MemorySettings(tmp_path / "memory.json", max_new_tokens=4))
+    assert list(found) == list(engine_memory.KINDS)
+    assert all(size is None or size > 10**8 for size in found.values())
+    assert "over transformers" in capsys.readouterr().out

@@ -61,7 +61,7 @@ def test_every_family_has_a_tiny_model() -> None:
     assert set(ALL_FAMILY_NAMES) == set(FAMILIES)
 
 
-def test_the_last_layer_is_bit_equal_to_the_model(model: EarlyExitModel) -> None:
+def test_a1_11_the_last_layer_is_bit_equal_to_the_model(model: EarlyExitModel) -> None:
     ids = prompt(0, 20)
     with torch.inference_mode():
         assert torch.equal(last_layer(model, ids), model.hf_model(torch.tensor([ids])).logits)
@@ -160,7 +160,7 @@ def test_scales_are_rounded_as_the_model_rounds_them(family: str, dtype: torch.d
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss"])
-def test_bursts_over_the_edge_of_the_window(family: str, attention: str) -> None:
+def test_a2_2_a2_5_bursts_over_the_edge_of_the_window(family: str, attention: str) -> None:
     """The first burst starts three tokens before the window is full, up to one past it, and so do its rewinds."""
     hf_model = tiny_hf_model(family, seed=SEED)
     if attention != hf_model.config._attn_implementation:
@@ -178,7 +178,7 @@ def test_bursts_over_the_edge_of_the_window(family: str, attention: str) -> None
     assert rejected
 
 
-def test_positions_of_drafted_tokens_are_those_of_plain_decoding() -> None:
+def test_a1_2_positions_of_drafted_tokens_are_those_of_plain_decoding() -> None:
     """Of every layer, with the static policy's own exit layer and more than three rounds."""
     model, ids = load_model((tiny_hf_model("llama", seed=SEED), None)), prompt(3, 6)
     hf_model: Any = model.hf_model
@@ -226,7 +226,7 @@ def test_an_exception_while_drafting_leaves_the_model_as_it_was(family: str) -> 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
 @pytest.mark.parametrize("layer", [0, -1, N_LAYERS, N_LAYERS + 1])
-def test_exit_layers_outside_the_range_are_refused(family: str, layer: int) -> None:
+def test_a1_6_exit_layers_outside_the_range_are_refused(family: str, layer: int) -> None:
     wanted = "exit_layer must be at least 1" if layer < 1 else rf"exit layer {layer} is outside 1\.\.{N_LAYERS - 1}"
     with pytest.raises(ValueError, match=wanted):
         run(tiny_model(family, seed=SEED), prompt(0, 4), StaticPolicy(exit_layer=layer), 4)

@@ -14,7 +14,7 @@ from tests.tiny_models import tiny_config
 
 
 @pytest.mark.parametrize("name", sorted(REASONS))
-def test_a_known_reason_is_told(name: str) -> None:
+def test_a2_9_a_known_reason_is_told(name: str) -> None:
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
     with pytest.raises(UnsupportedModelError) as raised:

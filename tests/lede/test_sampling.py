@@ -152,7 +152,7 @@ def options(case: str, model: TableModel) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_law_is_the_whole_models(policy: str, case: str) -> None:
+def test_a3_3_law_is_the_whole_models(policy: str, case: str) -> None:
     """4 tokens: room for drafts of 2, whose second is accepted, rejected, or never reached."""
     model = TableModel(seed=1)
     chosen = options(case, model)

@@ -68,7 +68,7 @@ def runner_up(model: EarlyExitModel, head: str, position: int) -> Change:
     return changed
 
 
-def test_a_sound_model_is_exact_in_float32_and_its_ties_are_told_in_half(
+def test_a3_1_a_sound_model_is_exact_in_float32_and_its_ties_are_told_in_half(
     prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "report.json"
