@@ -4,7 +4,8 @@ A round of all rows that are not done yet:
 
 0. Pre-scan of each row.
 1. One sweep through the layers with the newest token of each row: blind rows leave at their layer, scanning rows where
-   they exit or at the last candidate. Rows that skip wait before the first layer.
+   they exit or at the last candidate, rows that copy from the text, with all that they copied, at the layer that prunes
+   it. Rows that skip, or copy unpruned, wait before the first layer.
 2. Draft steps: one sweep with the newest drafted token of each row that is still drafting, up to the deepest exit layer
    among them; each leaves at its own and is asked there.
 3. Verification: one sweep with all states of all rows, each row joining at the layer where its states are.
@@ -25,9 +26,10 @@ import torch
 from lede.batch_party import Party
 from lede.batch_row import BatchRow
 from lede.draft import UNKNOWN, Draft, HeadRead
+from lede.lookup import agreeing
 from lede.models import EarlyExitModel
 from lede.observer import Observer
-from lede.policies.base import ExitAt, Plan, Policy, PreScan
+from lede.policies.base import ExitAt, Lookup, Plan, Policy, PreScan
 from lede.statistics import Meter
 
 PREFILL_TOKENS = 4096
@@ -126,6 +128,7 @@ class BatchDecoder:
     def _plan(self, row: BatchRow) -> Plan:
         """What a row does in this round; a plain pass where it may not draft."""
         remaining = row.budget - len(row.ids)
+        row.copied = []
         row.cap = 0 if self.policy is None else min(self.policy.config.max_draft, remaining - 1)
         if self.policy is None or row.cap < 1:
             return PreScan.SKIP
@@ -133,9 +136,13 @@ class BatchDecoder:
         plan = row.decider.choose_plan(remaining, len(row.ids))
         if isinstance(plan, ExitAt):
             self.model.check_exit_layer(plan.exit_layer)
+        elif isinstance(plan, Lookup):
+            plan.check(self.model.n_layers)
+            row.copied = row.decider.copied(plan, remaining - 1)
         elif not isinstance(plan, PreScan):
             raise ValueError(
-                f"pre_scan of the {self.policy.kind} policy must answer SKIP, SCAN or ExitAt in a batch, got {plan!r}; "
+                f"pre_scan of the {self.policy.kind} policy must answer SKIP, SCAN, ExitAt or Lookup in a batch, got "
+                f"{plan!r}; "
                 "decode the prompts one by one for drafts with gaps"
             )
         return plan
@@ -143,16 +150,17 @@ class BatchDecoder:
     def _scan(self, rows: list[BatchRow], plans: dict[int, Plan]) -> list[BatchRow]:
         """Take each row's newest token to where its draft starts; returns the rows that drafted a token."""
         party = Party.of_tokens(
-            self.model, self.cache, rows, [row.position for row in rows], [row.ids[-1:] for row in rows]
+            self.model, self.cache, rows, [row.position for row in rows], [row.newest for row in rows]
         )
         goals: dict[int, int] = {}
         for row, state in party.states():
-            row.draft = Draft(0, [state])
             plan = plans[row.number]
-            if plan is not PreScan.SKIP:
-                goals[row.number] = plan.exit_layer if isinstance(plan, ExitAt) else self._candidates[-1]
+            row.draft = _begun(plan, state, row.copied)
+            goal = _goal(plan, row.copied, self._candidates)
+            if goal:
+                goals[row.number] = goal
         scanning = [row for row in rows if plans[row.number] is PreScan.SCAN]
-        stops = {plan.exit_layer for plan in plans.values() if isinstance(plan, ExitAt)}
+        stops = {goals[row.number] for row in rows if row.number in goals and plans[row.number] is not PreScan.SCAN}
         walking = [row for row in rows if row.number in goals]
         drafting: list[BatchRow] = []
         reads: dict[int, HeadRead] = {}
@@ -172,6 +180,9 @@ class BatchDecoder:
                     asked.append(row)
                 elif layer < goals[row.number]:
                     continue
+                elif row.copied:
+                    self._prune(row, layer, state)
+                    continue
                 else:
                     drafting.append(row)
                 row.draft = Draft(layer, [state])
@@ -189,6 +200,14 @@ class BatchDecoder:
         drafting.sort(key=lambda row: row.place)
         self._draw(drafting, reads)
         return drafting
+
+    def _prune(self, row: BatchRow, layer: int, state: torch.Tensor) -> None:
+        """Keep of what a row copied what a layer would have drafted too."""
+        said = self.model.head(state.to(self.model.device))[0].argmax(-1).tolist()
+        row.head_reads += state.shape[1]
+        n_kept = agreeing(row.copied, said)
+        tokens = row.copied[:n_kept]
+        row.draft = Draft(layer, [state[:, : n_kept + 1]], tokens, [None] * n_kept, lookup=row.draft.lookup)
 
     def _draft_on(self, rows: list[BatchRow]) -> list[BatchRow]:
         """Take each row's newest drafted token to its exit layer; returns the rows that drafted one more."""
@@ -249,3 +268,19 @@ class BatchDecoder:
         reads = {**reads, **self._read(unread)}
         for row in rows:
             row.decider.add(row.draft, reads[row.number], row.ids)
+
+
+def _begun(plan: Plan, state: torch.Tensor, copied: list[int]) -> Draft:
+    """A row's draft before the first layer."""
+    if isinstance(plan, Lookup):
+        return Draft(0, [state], list(copied), [None] * len(copied), lookup=plan)
+    return Draft(0, [state])
+
+
+def _goal(plan: Plan, copied: list[int], candidates: tuple[int, ...]) -> int:
+    """Layer that a row goes to before verification; 0 where it waits before the first."""
+    if isinstance(plan, Lookup):
+        return (plan.prune_at or 0) if copied else 0
+    if plan is PreScan.SKIP:
+        return 0
+    return plan.exit_layer if isinstance(plan, ExitAt) else candidates[-1]

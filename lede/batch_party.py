@@ -70,7 +70,7 @@ class Party:
         """Rows whose drafts left at `depth`, and those of a party that has come up to it."""
         before = {} if joined is None else {row.number: i for i, row in enumerate(joined.rows)}
         together = sorted([*rows, *(joined.rows if joined is not None else [])], key=lambda row: row.place)
-        lengths = [len(row.draft.states) for row in together]
+        lengths = [row.draft.n_states for row in together]
         party = cls(model, cache, together, [row.position for row in together], lengths)
         width = max(lengths)
         states: list[torch.Tensor] = []
@@ -81,7 +81,7 @@ class Party:
                 states.append(own)
             else:
                 states.extend(row.draft.states)
-                last = row.draft.states[-1]
+                last = row.draft.states[-1][:, -1:]
             states.extend([last] * (width - length))
         party.hidden = torch.cat(states, dim=1).view(len(together), width, -1)
         party.depth = depth
@@ -106,8 +106,9 @@ class Party:
         self._place()
 
     def states(self) -> list[tuple[BatchRow, torch.Tensor]]:
-        """Each row with its first state, `(1, 1, width)`."""
-        return list(zip(self.rows, self.hidden[:, :1].split(1), strict=True))
+        """Each row with its states, `(1, state, width)`."""
+        own = [state[:, :length] for state, length in zip(self.hidden.split(1), self.lengths, strict=True)]
+        return list(zip(self.rows, own, strict=True))
 
     def logits(self) -> list[torch.Tensor]:
         """A head read of each row's states, `(state, vocabulary)` each; padding is not read."""

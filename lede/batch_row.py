@@ -11,6 +11,7 @@ from lede.decider import Decider
 from lede.draft import Draft, settle
 from lede.features import surprisal
 from lede.history import History
+from lede.lookup import LookupIndex
 from lede.observer import Observer
 from lede.policies.base import Policy
 from lede.statistics import Meter, Round
@@ -36,7 +37,8 @@ class BatchRow:
         head_reads: As `DecodingStats` counts them.
         stopped: What `stopping` said last.
         draft: Of the current round.
-        cap: Most tokens that may be drafted in it.
+        cap: Most tokens that may be drafted one after the other in it.
+        copied: Tokens that are copied from the text in it.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class BatchRow:
         self.stopped: FinishReason | None = None
         self.draft = Draft(0, [])
         self.cap = 0
+        self.copied: list[int] = []
         self._eos = eos
         self._stopping = stopping
         self._history = History()
@@ -73,6 +76,12 @@ class BatchRow:
     def position(self) -> int:
         """Position of the newest token, which is not in the cache yet."""
         return len(self.ids) - 1
+
+    @property
+    def newest(self) -> list[int]:
+        """Tokens that a round begins with: the newest one and what is copied, but for a copy that ends the text."""
+        ended = bool(self.copied) and self.copied[-1] in self._eos
+        return [self.ids[-1], *(self.copied[:-1] if ended else self.copied)]
 
     @property
     def done(self) -> bool:
@@ -102,11 +111,13 @@ class BatchRow:
         _, first = self.chooser.verify(logits[None], (), (), self.ids)
         assert first is not None
         if policy is not None:
-            anchored = policy.uses_trace
-            self._history = History(ConfidenceTrace(surprisal(logits), policy.trace_window) if anchored else None)
-            self._decider = Decider(policy, self.chooser, meter, self._history, observer)
-        kept = self._kept((first,))
-        self.ids.extend((first,)[:kept])
+            anchored, lookup = policy.uses_trace, policy.lookup
+            self._history = History(
+                ConfidenceTrace(surprisal(logits), policy.trace_window) if anchored else None,
+                None if lookup is None else LookupIndex(lookup, self.ids),
+            )
+            self._decider = Decider(policy, self.chooser, meter, self._history, observer, self._eos)
+        self._extend((first,)[: self._kept((first,))])
 
     def commit(self, logits: torch.Tensor) -> tuple[int, ...]:
         """Accept what stays of the draft and extend the text by it; returns the tokens that it got.
@@ -117,8 +128,12 @@ class BatchRow:
         done = settle(self.draft, logits, self.chooser, self.ids, self._history)
         done = done.cut(self._kept(done.tokens))
         self.rounds.append(done)
-        self.ids.extend(done.tokens)
+        self._extend(done.tokens)
         return done.tokens
+
+    def _extend(self, tokens: tuple[int, ...]) -> None:
+        self.ids.extend(tokens)
+        self._history.extend(tokens)
 
     def _kept(self, block: tuple[int, ...]) -> int:
         """How many tokens of a block that was just committed stay in the text."""

@@ -16,7 +16,7 @@ from torch import nn
 from lede.cache import KVCache, Place
 from lede.families import UnsupportedModelError
 
-MAX_ROWS = 16
+MAX_ROWS = 17
 """Longest block of drafting and verification, for which tables and kernels are made before; longer ones are prompts."""
 AHEAD = 512
 """Slots behind a block's first that such a mask covers."""

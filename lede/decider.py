@@ -12,7 +12,7 @@ from lede.features import surprisal
 from lede.head_reading import Reading
 from lede.history import History
 from lede.observer import Doubt, Observer
-from lede.policies.base import NOTHING_OBSERVED, LayerState, Plan, Policy, PreScanState
+from lede.policies.base import NOTHING_OBSERVED, LayerState, Lookup, Plan, Policy, PreScanState
 from lede.statistics import Meter
 from lede.verification import Chooser
 
@@ -28,16 +28,24 @@ class Decider:
         meter: Where time is booked.
         history: Of the text.
         observer: Makes the policy's observations; None for a policy that looks at nothing.
+        eos: Ids that end the text.
     """
 
     def __init__(
-        self, policy: Policy, chooser: Chooser, meter: Meter, history: History, observer: Observer | None
+        self,
+        policy: Policy,
+        chooser: Chooser,
+        meter: Meter,
+        history: History,
+        observer: Observer | None,
+        eos: frozenset[int] = frozenset(),
     ) -> None:
         self.policy = policy
         self.chooser = chooser
         self.meter = meter
         self.history = history
         self.observer = observer
+        self.eos = eos
         self._surprisal_wanted = history.trace is not None or (
             observer is not None and (observer.wants_survival or observer.wants_certainty)
         )
@@ -58,9 +66,35 @@ class Decider:
         if self.observer is not None and self.policy.decides_pre_scan:
             observation = self.observer.before_scan(history)
         state = PreScanState(
-            history.trace_value(), history.recent_acceptance, history.since_draft, remaining, n_tokens, observation
+            history.trace_value(),
+            history.layers.ratio,
+            history.layers.since,
+            remaining,
+            n_tokens,
+            observation,
+            history.match,
         )
         return self.policy.pre_scan(state)
+
+    def copied(self, plan: Lookup, room: int) -> list[int]:
+        """Tokens that a plan copies from the text, up to the first that ends it; none where nothing is found.
+
+        Args:
+            plan: The plan.
+            room: Most tokens that the budget allows for.
+
+        Raises:
+            ValueError: The policy has no `lookup`, and so no index was kept.
+        """
+        index = self.history.index
+        if index is None:
+            raise ValueError(
+                f"the {self.policy.kind} policy answers {plan!r}, but its `lookup` is None, so that the text is not "
+                "indexed; give it a LookupConfig"
+            )
+        tokens = index.propose(min(plan.length, room))
+        end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos), len(tokens))
+        return tokens[:end]
 
     def exits(self, candidate: int, read: HeadRead | None, token_before: int = UNKNOWN) -> bool:
         """Whether the policy exits at a candidate of the scan.

@@ -17,6 +17,7 @@ from lede.draft import Draft, settle
 from lede.drafting import Drafter
 from lede.features import ConfidenceTrace, surprisal
 from lede.history import History
+from lede.lookup import LookupIndex
 from lede.models import Block, EarlyExitModel
 from lede.policies.base import Policy, RoundReport
 from lede.statistics import Meter, Round
@@ -142,7 +143,9 @@ class Decoder:
         drafter = None
         if self.policy is not None:
             anchored = self.policy.uses_trace
-            self.history = History(ConfidenceTrace(surprisal(logits), self.policy.trace_window) if anchored else None)
+            trace = ConfidenceTrace(surprisal(logits), self.policy.trace_window) if anchored else None
+            lookup = self.policy.lookup
+            self.history = History(trace, None if lookup is None else LookupIndex(lookup, ids))
             drafter = self.drafter_class(self.model, self.policy, self.chooser, self.eos, self.meter, self.history)
             self.meter.enter("policy")
             self.policy.begin(len(ids))
@@ -151,6 +154,7 @@ class Decoder:
         if self.stopping is not None:
             self._kept(ids, (first,), len(prompt))
         ids.append(first)
+        self.history.extend((first,))
         self.meter.enter("other")
         yield (first,)
         while self._goes_on(ids, budget):
@@ -160,6 +164,7 @@ class Decoder:
                 kept = done.cut(self._kept(ids, done.tokens, len(prompt)))
             self.meter.rounds.append(kept)
             ids.extend(kept.tokens)
+            self.history.extend(kept.tokens)
             self.cache.rewind(len(ids) - 1)
             if drafter is not None and drafter.reports:
                 self._report(done, draft, drafter)
@@ -185,15 +190,13 @@ class Decoder:
 
     def _round(self, ids: list[int], remaining: int, drafter: Drafter | None) -> tuple[Round, Draft]:
         """One round after `ids`; commits at most `remaining` tokens."""
-        cap = 0 if drafter is None else min(drafter.policy.config.max_draft, remaining - 1)
         if drafter is not None and drafter.shadow is not None:
             drafter.shadow.start()
-        if drafter is not None and cap > 0:
+        if drafter is not None and remaining > 1:
             self.meter.enter("policy")
             choice = drafter.choose_plan(remaining, len(ids))
             self.meter.enter("draft")
-            draft = drafter.draft(ids, choice, cap, self.cache)
-            draft.capped = bool(draft.tokens) and (len(draft.tokens) == cap or draft.tokens[-1] in self.eos)
+            draft = drafter.draft(ids, choice, remaining - 1, self.cache)
         else:
             self.meter.enter("verify")
             block = self.model.block(self.cache, len(ids) - 1, 1)

@@ -10,7 +10,7 @@ import torch
 from lede.features import surprisal
 from lede.head_reading import Reading
 from lede.history import History
-from lede.policies.base import ExitAt, SkipSublayers
+from lede.policies.base import ExitAt, Lookup, SkipSublayers
 from lede.statistics import Round
 from lede.verification import Chooser
 
@@ -25,20 +25,29 @@ class Draft:
     exit_layer: int
     """Layers that the states went through, and verification need not run again."""
     states: list[torch.Tensor]
-    """Hidden states after `exit_layer` layers, `(1, 1, width)` each: the newest token's, then the drafted tokens'."""
+    """Hidden states after `exit_layer` layers, `(1, n, width)` each: the newest token's, then the drafted tokens'."""
     tokens: list[int] = field(default_factory=list)
     """Drafted tokens."""
     distributions: list[torch.Tensor | None] = field(default_factory=list)
-    """What each was drawn from; None when greedy."""
+    """What each was drawn from; None when greedy, and for a token copied from the text."""
     gaps: SkipSublayers | None = None
     """What the draft left out, which then went on behind the states; None where it left at the exit layer."""
+    lookup: Lookup | None = None
+    """The plan of tokens that were copied from the text; the exit layer is then the one that pruned them, if any."""
     capped: bool = False
     """Whether it was as long as it could be: up to the cap, or up to a token that ends the text."""
 
     @property
-    def plan(self) -> ExitAt | SkipSublayers | None:
+    def plan(self) -> ExitAt | SkipSublayers | Lookup | None:
         """Where the tokens came from; None without any."""
-        return self.gaps or (ExitAt(self.exit_layer) if self.tokens else None)
+        if self.gaps is not None:
+            return self.gaps
+        return (self.lookup or ExitAt(self.exit_layer)) if self.tokens else None
+
+    @property
+    def n_states(self) -> int:
+        """Positions that verification runs."""
+        return sum(state.shape[1] for state in self.states)
 
 
 @dataclass
@@ -64,12 +73,19 @@ def settle(draft: Draft, logits: torch.Tensor, chooser: Chooser, ids: Sequence[i
     accepted, following = chooser.verify(logits, draft.tokens, draft.distributions, ids)
     drafted, trace = len(draft.tokens), history.trace
     if trace is not None:
-        if accepted < drafted:
+        if draft.lookup is not None:  # no position was left before the last layer
+            for row in logits[: accepted + (following is not None)]:
+                trace.push(surprisal(row))
+        elif accepted < drafted:
             trace.drop(drafted - accepted - 1)  # the first rejected position was left at its exit layer: it stays
         elif following is not None:
             trace.push(surprisal(logits[accepted]))
-    history.verified(drafted, accepted)
+    history.verified(drafted, accepted, copied=draft.lookup is not None)
     tokens = (*draft.tokens[:accepted], *(() if following is None else (following,)))
     if draft.gaps is not None:
-        return Round(tokens, drafted, accepted, None, draft.gaps.n_skipped)
-    return Round(tokens, drafted, accepted, draft.exit_layer if drafted else None)
+        return Round(tokens, drafted, accepted, None, draft.gaps.n_skipped, source="gaps")
+    if not drafted:
+        return Round(tokens, drafted, accepted, None)
+    if draft.lookup is not None:
+        return Round(tokens, drafted, accepted, None, source="lookup")
+    return Round(tokens, drafted, accepted, draft.exit_layer, source="exit")

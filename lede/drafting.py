@@ -7,6 +7,8 @@ yields the bonus token.
 With gaps (SWIFT, arXiv 2410.06916; ConfLayers, arXiv 2604.14612) the stop depends on what the last drafted position
 said, whose token stays in the draft. So the next position is asked about before it goes beyond the layers in front of
 the first gap, whose states verification needs anyway.
+
+Copied tokens (`lede.lookup`) are all known at once: they go through the layers together, and may be pruned on the way.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from lede.cache import KVCache
 from lede.decider import Decider
 from lede.draft import UNKNOWN, Draft, HeadRead
 from lede.history import History
-from lede.models import EarlyExitModel
+from lede.lookup import agreeing
+from lede.models import Block, EarlyExitModel
 from lede.observer import Observer
-from lede.policies.base import ExitAt, Plan, Policy, PreScan, SkipSublayers
+from lede.policies.base import ExitAt, Lookup, Plan, Policy, PreScan, SkipSublayers
 from lede.shadow import ShadowReader
 from lede.statistics import Meter
 from lede.verification import Chooser
@@ -50,9 +53,8 @@ class Drafter(Decider):
     ) -> None:
         features = policy.features
         observer = None if features is None else Observer(features, model.n_layers, model.vocab_size)
-        super().__init__(policy, chooser, meter, history, observer)
+        super().__init__(policy, chooser, meter, history, observer, eos)
         self.model = model
-        self.eos = eos
         self.candidates = policy.candidates_for(model.n_layers)
         self._second_reads = features is not None and features.draft_agreement
         self.reports = type(policy).verified is not Policy.verified  # else nobody looks at them
@@ -61,15 +63,25 @@ class Drafter(Decider):
         self.shadow = ShadowReader(model, shadow_layers) if shadow_layers else None
         self.run_layers = model.run_layers if self.shadow is None else self.shadow.run_layers
 
-    def draft(self, ids: list[int], choice: Plan, cap: int, cache: KVCache) -> Draft:
-        """Draft at most `cap` tokens after `ids`, whose last token is not in the cache yet.
+    def draft(self, ids: list[int], choice: Plan, room: int, cache: KVCache) -> Draft:
+        """Draft after `ids`, whose last token is not in the cache yet.
+
+        Args:
+            ids: The text.
+            choice: The plan.
+            room: Most tokens that the budget allows for.
+            cache: Is extended.
 
         Returns:
-            The draft; without tokens, and with the state as far as it got, when no candidate exits.
+            The draft; without tokens, and with the state as far as it got, when no candidate exits, nothing is found
+            to copy or nothing of it is left.
         """
         self.start()
+        cap = min(self.policy.config.max_draft, room)
         if isinstance(choice, SkipSublayers):
             return self._burst_with_gaps(choice, ids, cap, cache)
+        if isinstance(choice, Lookup):
+            return self._copy(choice, ids, room, cache)
         block = self.model.block(cache, len(ids) - 1, 1)
         hidden = self.model.embed(self._ids(ids[-1]), block)
         depth = 0
@@ -94,8 +106,8 @@ class Drafter(Decider):
                 token_before = UNKNOWN if read is None else self.look(read).token
         elif choice is not PreScan.SKIP:
             raise ValueError(
-                f"pre_scan of the {self.policy.kind} policy must answer SKIP, SCAN, ExitAt or SkipSublayers, got "
-                f"{choice!r}"
+                f"pre_scan of the {self.policy.kind} policy must answer SKIP, SCAN, ExitAt, SkipSublayers or Lookup, "
+                f"got {choice!r}"
             )
         return Draft(depth, [hidden])
 
@@ -105,9 +117,10 @@ class Drafter(Decider):
         below = max((c for c in self.candidates if c < layer), default=0) if self._second_reads else 0
         while draft.tokens[-1] not in self.eos:
             n_drafted = len(draft.tokens)
+            draft.capped = n_drafted == cap
             block = self.model.block(cache, len(ids) - 1 + n_drafted, 1)
             hidden = self.model.embed(self._ids(draft.tokens[-1]), block)
-            if n_drafted == cap:  # unasked, so that the bonus token exists
+            if draft.capped:  # unasked, so that the bonus token exists
                 draft.states.append(self.run_layers(hidden, 0, layer, block))
                 break
             token_before = UNKNOWN
@@ -120,7 +133,33 @@ class Drafter(Decider):
             if not self.drafts_on(layer, n_drafted, read, token_before):
                 break
             self.add(draft, read or self._read(hidden), ids)
+        else:
+            draft.capped = True
         return draft
+
+    def _copy(self, plan: Lookup, ids: list[int], room: int, cache: KVCache) -> Draft:
+        """Copy tokens from the text, and cut them where the plan's layer thinks otherwise."""
+        plan.check(self.model.n_layers)
+        tokens = self.copied(plan, room)
+        run = [ids[-1], *(tokens[:-1] if tokens and tokens[-1] in self.eos else tokens)]
+        block = self.model.block(cache, len(ids) - 1, len(run))
+        hidden = self.model.embed(torch.tensor([run], device=self._device), block)
+        draft = Draft(0, [hidden], tokens, [None] * len(tokens), lookup=plan)
+        draft.capped = bool(tokens) and (len(tokens) == room or tokens[-1] in self.eos)
+        if tokens and plan.prune_at is not None:
+            self._prune(draft, plan.prune_at, block)
+        return draft
+
+    def _prune(self, draft: Draft, layer: int, block: Block) -> None:
+        """Keep of a copied draft what a layer would have drafted too."""
+        hidden = self.run_layers(draft.states[0], 0, layer, block)
+        self.meter.head_reads += hidden.shape[1]
+        said = self.model.head(hidden)[0].argmax(-1).tolist()
+        n_kept = agreeing(draft.tokens, said)
+        if n_kept < len(draft.tokens):
+            draft.capped = False
+        draft.exit_layer, draft.states = layer, [hidden[:, : n_kept + 1]]
+        draft.tokens, draft.distributions = draft.tokens[:n_kept], draft.distributions[:n_kept]
 
     def _burst_with_gaps(self, plan: SkipSublayers, ids: list[int], cap: int, cache: KVCache) -> Draft:
         """Draft through the whole stack but for some sublayers, until the policy stops, the cap or the text's end."""
@@ -132,12 +171,14 @@ class Drafter(Decider):
             block = self.model.block(cache, len(ids) - 1 + n_drafted, 1)
             hidden = self.run_layers(self.model.embed(self._ids(token), block), 0, plan.prefix, block)
             draft.states.append(hidden)
-            if n_drafted == cap or (n_drafted and not self.drafts_on(self.model.n_layers, n_drafted, read)):
+            draft.capped = n_drafted == cap
+            if draft.capped or (n_drafted and not self.drafts_on(self.model.n_layers, n_drafted, read)):
                 return draft
             read = self._read(self.model.run_skipping(hidden, plan, block))
             self.add(draft, read, ids)
             token = draft.tokens[-1]
             if token in self.eos:
+                draft.capped = True
                 return draft
 
     def _read(self, hidden: torch.Tensor) -> HeadRead:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from lede.candidates import default_candidates, parse_candidates
 from lede.confidence_trace import ConfidenceTrace
 from lede.forecast import Forecast
+from lede.lookup import MAX_MATCH
 
 if TYPE_CHECKING:
     from lede.primitives import Primitives, primitives, surprisal
@@ -73,6 +74,10 @@ MAX_DRAFTED = 64
 """Upper bound of `drafted`, in tokens."""
 
 
+MAX_COUNT = 12.0
+"""Upper bound of `match_count`."""
+
+
 @dataclass(frozen=True)
 class Feature:
     """One number of the observation."""
@@ -91,7 +96,8 @@ class Feature:
     """Head reads that it costs in the draft beyond the one that drafts; it is undefined there unless they are made."""
 
 
-_EVERYWHERE, _AT_LAYERS = (PRE_SCAN, SCAN, DRAFT), (SCAN, DRAFT)
+_EVERYWHERE, _AT_LAYERS, _BEFORE = (PRE_SCAN, SCAN, DRAFT), (SCAN, DRAFT), (PRE_SCAN,)
+_SINCE = float(MAX_SINCE_DRAFT)
 
 FEATURES: dict[str, Feature] = {
     feature.name: feature
@@ -110,8 +116,13 @@ FEATURES: dict[str, Feature] = {
             low=-1.0,
             draft_head_reads=1,
         ),
-        Feature("acceptance", "(accepted + 1) / (drafted + 2) in the last 8 rounds that drafted", _EVERYWHERE, 1.0),
-        Feature("since_draft", "rounds since the last that drafted", _EVERYWHERE, float(MAX_SINCE_DRAFT)),
+        Feature(
+            "acceptance",
+            "(accepted + 1) / (drafted + 2) in the last 8 rounds that drafted, lookups apart",
+            _EVERYWHERE,
+            1.0,
+        ),
+        Feature("since_draft", "rounds since the last that drafted, lookups apart", _EVERYWHERE, _SINCE),
         Feature("drafted", "tokens drafted in this round before this position", _AT_LAYERS, float(MAX_DRAFTED)),
         Feature("survival", "product of p1 over the positions drafted in this round", _AT_LAYERS, 1.0),
         Feature("certainty", "exp(-sum of p2 / p1 over the positions drafted in this round)", _AT_LAYERS, 1.0),
@@ -123,6 +134,22 @@ FEATURES: dict[str, Feature] = {
             1.0,
         ),
         Feature("outlook", "product of c over the positions drafted in this round and the one here", _AT_LAYERS, 1.0),
+        Feature(
+            "match_length",
+            "tokens at the text's end that stood somewhere before, 0 for none",
+            _BEFORE,
+            float(MAX_MATCH),
+        ),
+        Feature("match_count", "ln(1 + earlier places where the matched suffix stands)", _BEFORE, MAX_COUNT),
+        Feature("match_agreement", "share of those places that went on with the proposed token", _BEFORE, 1.0),
+        Feature("lookup_hits", "share of the last 16 tokens that a lookup at their place proposed", _BEFORE, 1.0),
+        Feature(
+            "lookup_acceptance",
+            "(accepted + 1) / (drafted + 2) in the last 8 rounds that drafted by lookup",
+            _BEFORE,
+            1.0,
+        ),
+        Feature("since_lookup", "rounds since the last that drafted by lookup", _BEFORE, _SINCE),
         Feature("in_scan", "1 in the scan", _AT_LAYERS, 1.0),
         Feature("in_draft", "1 in the draft", _AT_LAYERS, 1.0),
     )
@@ -154,6 +181,16 @@ WALL_CLOCK_FEATURES = (
 
 CALIBRATED = ("chance", "outlook")
 """Features that need a `Forecast`, which is fitted on traces."""
+
+LOOKUP_FEATURES = (
+    "match_length",
+    "match_count",
+    "match_agreement",
+    "lookup_hits",
+    "lookup_acceptance",
+    "since_lookup",
+)
+"""What tells whether copying from the text would be worth it; they need no model."""
 
 CALIBRATED_FEATURES = (*WALL_CLOCK_FEATURES, *CALIBRATED)
 """The same with what is calibrated: the default of training for wall-clock."""

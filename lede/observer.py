@@ -16,7 +16,9 @@ import torch
 from lede.features import (
     DRAFT,
     FEATURES,
+    LOOKUP_FEATURES,
     MAX_CONFIDENCE,
+    MAX_COUNT,
     MAX_DRAFTED,
     MAX_SINCE_DRAFT,
     PRE_SCAN,
@@ -29,6 +31,7 @@ from lede.history import History
 Observation = npt.NDArray[np.float32]
 
 _NOTHING_READ = Reading()
+_NO_LOOKUP = (0.0,) * len(LOOKUP_FEATURES)
 
 
 class Doubt:
@@ -69,6 +72,7 @@ class Observer:
         self.wants_certainty = not {"certainty", "outlook"}.isdisjoint(features.names)
         """Whether margins of drafted positions are wanted."""
         self.wants_agreement = "agreement" in features.names
+        self._copies = not set(LOOKUP_FEATURES).isdisjoint(features.names)
         self._forecast = features.fitted
         self._reader = HeadReader(features)
         self._most_entropy = math.log(vocab_size)
@@ -129,6 +133,15 @@ class Observer:
             DRAFT, history, layer, reading, token_before, n_drafted, survival, certainty, chance, outlook
         )
 
+    def _before(self, history: History) -> tuple[float, ...]:
+        """`LOOKUP_FEATURES` of the text."""
+        index, match = history.index, history.match
+        length, count, agreement = 0, 0.0, 0.0
+        if match is not None:
+            length, count, agreement = match.length, min(math.log1p(match.occurrences), MAX_COUNT), match.agreement
+        hits = 0.0 if index is None else index.hits
+        return length, count, agreement, hits, history.lookups.acceptance, min(history.lookups.since, MAX_SINCE_DRAFT)
+
     def _assemble(
         self,
         stage: int,
@@ -152,13 +165,14 @@ class Observer:
             surprisal if surprisal < most else most,
             margin if margin < most else most,
             0.0 if token_before < 0 else 1.0 if token == token_before else -1.0,
-            history.acceptance,
-            history.since_draft if history.since_draft < MAX_SINCE_DRAFT else MAX_SINCE_DRAFT,
+            history.layers.acceptance,
+            min(history.layers.since, MAX_SINCE_DRAFT),
             n_drafted if n_drafted < MAX_DRAFTED else MAX_DRAFTED,
             survival,
             certainty,
             chance,
             outlook,
+            *(self._before(history) if stage == PRE_SCAN and self._copies else _NO_LOOKUP),
             stage == SCAN,
             stage == DRAFT,
         )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+
+Source = Literal["exit", "gaps", "lookup"]
+"""Where a draft comes from: layers up to an exit, a stack with gaps, or the text itself."""
 
 SECTIONS = ("prefill", "draft", "inspect", "policy", "verify", "other", "search")
 
@@ -21,9 +24,11 @@ class Round:
     accepted: int
     """Drafted tokens that verification kept and that stayed in the text; neither correction nor bonus is counted."""
     exit_layer: int | None
-    """Layers that drafted; None when the round was a plain pass or drafted with gaps."""
+    """Layers that drafted; None when the round was a plain pass, drafted with gaps or by lookup."""
     skipped: int = 0
     """Sublayers that a draft with gaps left out."""
+    source: Source | None = None
+    """Where the draft came from; None when the round was a plain pass."""
 
     def cut(self, n_tokens: int) -> Round:
         """The round of a text that ends after `n_tokens` of its tokens, the rest of which did not stay."""
@@ -144,7 +149,7 @@ def summarize(
         mean_exit_layer=weighted_mean([(r.exit_layer, r.drafted) for r in drafting if r.exit_layer is not None]),
         mean_skipped_share=None
         if n_layers is None
-        else weighted_mean([(r.skipped / (2 * n_layers), r.drafted) for r in drafting if r.exit_layer is None]),
+        else weighted_mean([(r.skipped / (2 * n_layers), r.drafted) for r in drafting if r.skipped]),
         full_passes=len(rounds),
         head_reads=head_reads,
     )

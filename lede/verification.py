@@ -12,6 +12,12 @@ That holds, also when decisions look at distributions, under four conditions:
 3. A drawn token is always submitted: not dropped, not redrafted from a deeper layer.
 4. p_i is the whole model's distribution on that same prefix under the same warping, with a fresh acceptance draw.
 
+A token copied from the text is a point mass: q is 1 at that token, which is a function of the prefix alone. Condition 2
+holds with acceptance p(token) and, as the positive part of p - q, p without that token as the residual. Condition 3 is
+about drawn tokens, whose dropping would select among draws; leaving a copied token out selects nothing, since its
+position would then have been proposed the same token whatever is drawn, and gets a token from p itself. So the tail
+of a copied draft may be cut by anything that is a function of the prefix, such as what a layer thinks of it.
+
 Logits processors are part of the warping: they act on the drafting layer's logits and on the whole model's alike, each
 on the prefix of its own position, drafted tokens included. They must be functions of that prefix and the logits, with
 no memory of their own, since a rejected position comes again with another prefix.
@@ -159,7 +165,8 @@ class Chooser:
             logits: The whole model's raw logits at the drafted positions and, when there is one, at the position of the
                 bonus token, `(drafted [+ 1], vocabulary)`.
             drafted: Drafted tokens.
-            distributions: What each was drawn from, `(vocabulary,)`; None entries when greedy.
+            distributions: What each was drawn from, `(vocabulary,)`; None entries when greedy, and for a token that is
+                a function of the prefix.
             prefix: Tokens before the first drafted one.
 
         Returns:
@@ -181,10 +188,13 @@ class Chooser:
     ) -> tuple[int, int | None]:
         for i, token in enumerate(drafted):
             q = distributions[i]
-            assert q is not None
-            if self.source.accept(min(1.0, float(p[i, token] / q[token]))):
+            if self.source.accept(float(p[i, token]) if q is None else min(1.0, float(p[i, token] / q[token]))):
                 continue
-            residual = (p[i] - q).clamp_min(0)
+            if q is None:
+                residual = p[i].clone()
+                residual[token] = 0
+            else:
+                residual = (p[i] - q).clamp_min(0)
             total = residual.sum()
             # rejected although p equals q up to rounding: nothing is left over, and p is the right law
             return i, self.source.draw(residual / total if total > 0 else p[i])

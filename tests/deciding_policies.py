@@ -11,7 +11,7 @@ from lede.policies import LearnedPolicy, Policy, RandomPolicy, StaticPolicy, Thr
 
 _SEEN = {"confidence": (4.617, 0.02), "entropy": (4.8455, 0.0007), "trace": (4.55, 0.03), "depth": (0.7, 0.22)}
 """Mean and deviation of what the tiny models show, whose distributions are all but flat."""
-KINDS = ("plain", "static", "static deep", "threshold", "random", "random gaps", "learned")
+KINDS = ("plain", "static", "static deep", "threshold", "random", "random gaps", "random lookups", "learned")
 
 
 def policy_of(kind: str, seed: int = 0) -> Policy | None:
@@ -24,7 +24,8 @@ def policy_of(kind: str, seed: int = 0) -> Policy | None:
         return ThresholdPolicy(candidates=(1, 3, 5), measure="entropy", thresholds=4.8452 + 0.0003 * (seed % 4))
     if kind == "learned":
         return learned_policy(seed)
-    return RandomPolicy(seed=seed, gap_probability=0.5 if "gaps" in kind else 0.0)
+    lookups = 0.6 if "lookups" in kind else 0.0
+    return RandomPolicy(seed=seed, gap_probability=0.5 if "gaps" in kind else 0.0, lookup_probability=lookups)
 
 
 def learned_policy(seed: int) -> LearnedPolicy:

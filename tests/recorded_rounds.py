@@ -12,7 +12,8 @@ from lede.cache import KVCache
 from lede.decoding import Decoder
 from lede.drafting import Draft, Drafter
 from lede.features import FeatureConfig
-from lede.policies.base import ExitAt, LayerState, Plan, Policy, PreScan, PreScanState
+from lede.lookup import LookupConfig
+from lede.policies.base import ExitAt, LayerState, Lookup, Plan, Policy, PreScan, PreScanState
 
 
 @dataclass
@@ -21,7 +22,7 @@ class SeenRound:
 
     ids: tuple[int, ...] = ()
     """The text before it."""
-    plan: PreScan | ExitAt = PreScan.SCAN
+    plan: Plan = PreScan.SCAN
     """What the pre-scan chose."""
     before: npt.NDArray[np.float32] | None = None
     """Observation of the pre-scan."""
@@ -44,13 +45,17 @@ class Witness(Policy):
     Args:
         features: What it observes.
         seed: Of its luck.
+        lookups: Plans to copy from the text that it chooses from too.
         **settings: Of the policy.
     """
 
     kind = "witness"
 
-    def __init__(self, features: FeatureConfig, seed: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, features: FeatureConfig, seed: int = 0, lookups: tuple[Lookup, ...] = (), **settings: Any
+    ) -> None:
         super().__init__(**settings)
+        self._lookups = lookups
         self._features = features
         self._luck = np.random.default_rng(seed)
         self.rounds: list[SeenRound] = []
@@ -59,10 +64,14 @@ class Witness(Policy):
     def features(self) -> FeatureConfig:
         return self._features
 
-    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
+    @property
+    def lookup(self) -> LookupConfig | None:
+        return LookupConfig() if self._lookups else None
+
+    def pre_scan(self, state: PreScanState) -> Plan:
         assert self.config.candidates is not None
         blind = [ExitAt(layer) for layer in self.config.candidates]
-        plans: list[PreScan | ExitAt] = [PreScan.SKIP, PreScan.SCAN, PreScan.SCAN, *blind]
+        plans: list[Plan] = [PreScan.SKIP, PreScan.SCAN, PreScan.SCAN, *blind, *self._lookups]
         plan = plans[int(self._luck.integers(len(plans)))]
         self.rounds.append(SeenRound(plan=plan, before=state.observation))
         return plan
@@ -79,8 +88,8 @@ class Witness(Policy):
 class WitnessDrafter(Drafter):
     """Tells the witness what was drafted, once it is."""
 
-    def draft(self, ids: list[int], choice: Plan, cap: int, cache: KVCache) -> Draft:
-        draft = super().draft(ids, choice, cap, cache)
+    def draft(self, ids: list[int], choice: Plan, room: int, cache: KVCache) -> Draft:
+        draft = super().draft(ids, choice, room, cache)
         assert isinstance(self.policy, Witness)
         seen = self.policy.rounds[-1]
         seen.ids, seen.tokens = tuple(ids), tuple(draft.tokens)

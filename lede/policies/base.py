@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lede.features import FeatureConfig, parse_candidates
+from lede.lookup import LookupConfig, Match
 
 if TYPE_CHECKING:
     from lede.cost_profile import CostProfile
@@ -93,7 +94,33 @@ class SkipSublayers:
             )
 
 
-Plan = PreScan | ExitAt | SkipSublayers
+@dataclass(frozen=True)
+class Lookup:
+    """A draft plan without a model: tokens copied from where the end of the text has been before (`lede.lookup`).
+
+    Where it has not been anywhere the round is a plain pass. A copied token that ends the text ends the draft.
+    """
+
+    length: int
+    """Tokens copied, at most; the budget allows for fewer, `max_draft` does not count."""
+    prune_at: int | None = None
+    """Layer, of 1..L-1, at which the draft is cut behind the first token that is not the likeliest there; the rest is
+    not verified. It costs a head read at every position. None verifies all of it."""
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"a lookup must copy at least 1 token, got {self.length}")
+
+    def check(self, n_layers: int) -> None:
+        """Raise ValueError unless the layer that prunes, if any, is one of 1..L-1."""
+        if self.prune_at is not None and not 1 <= self.prune_at <= n_layers - 1:
+            raise ValueError(
+                f"a lookup can be pruned at layers 1..{n_layers - 1} of a model with {n_layers} layers, got "
+                f"{self.prune_at}"
+            )
+
+
+Plan = PreScan | ExitAt | SkipSublayers | Lookup
 """What the pre-scan may answer."""
 
 
@@ -115,7 +142,7 @@ class Shadow:
 class RoundReport:
     """What a round came to, once it is verified."""
 
-    plan: ExitAt | SkipSublayers | None
+    plan: ExitAt | SkipSublayers | Lookup | None
     """Where the draft came from; None for a plain pass."""
     drafted: int
     """Tokens drafted."""
@@ -134,15 +161,17 @@ class PreScanState:
     trace: float
     """Confidence trace, in nats."""
     recent_acceptance: float | None
-    """Accepted over drafted tokens of the last rounds that drafted; None before the first."""
+    """Accepted over drafted tokens of the last rounds that drafted with layers of the model; None before the first."""
     rounds_since_draft: int
-    """Rounds since one drafted."""
+    """Rounds since one drafted so."""
     remaining: int
     """Tokens left in the budget."""
     n_tokens: int
     """Tokens so far, prompt included."""
     observation: npt.NDArray[np.float32] = field(default_factory=lambda: NOTHING_OBSERVED)
     """The policy's features, `(feature,)`; empty unless it decides the pre-scan by them."""
+    match: Match | None = None
+    """Where the end of the text has been before; None where it is new, or the policy has no `lookup`."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +193,7 @@ class PolicyConfig:
     candidates: tuple[int, ...] | None = None
     """Candidate layers, ascending; None for the default of the model it is bound to."""
     max_draft: int = 12
-    """Most tokens drafted in a round."""
+    """Most tokens drafted in a round, one after the other; a lookup has a length of its own."""
     trained_temperature: float | None = None
     """Temperature of the data that the policy was fitted on; None when it was not fitted."""
 
@@ -200,6 +229,11 @@ class Policy(ABC):
     def decides_pre_scan(self) -> bool:
         """Whether `pre_scan` gets an observation to decide by."""
         return self.features is not None and "in_scan" in self.features.names
+
+    @property
+    def lookup(self) -> LookupConfig | None:
+        """How the text is searched for drafts; None for a policy that never copies, and no index is kept."""
+        return None
 
     @property
     def profile(self) -> CostProfile | None:

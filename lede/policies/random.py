@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lede.policies.base import ExitAt, LayerState, Policy, PolicyConfig, PreScan, PreScanState, SkipSublayers
+from lede.lookup import LookupConfig
+from lede.policies.base import (
+    ExitAt,
+    LayerState,
+    Lookup,
+    Plan,
+    Policy,
+    PolicyConfig,
+    PreScan,
+    PreScanState,
+    SkipSublayers,
+)
 from lede.seeding import Purpose, numpy_stream
 
 if TYPE_CHECKING:
@@ -30,6 +41,8 @@ class RandomConfig(PolicyConfig):
     """Probability of drafting one more token."""
     gap_probability: float = 0.0
     """Probability that a round drafts through the whole stack without a random set of sublayers."""
+    lookup_probability: float = 0.0
+    """Probability that a round copies up to 16 tokens from the text; half the time a random candidate prunes them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,18 +54,18 @@ class RandomConfig(PolicyConfig):
             "exit_probability",
             "draft_probability",
             "gap_probability",
+            "lookup_probability",
         ):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be within 0..1, got {getattr(self, name)}")
-        if self.skip_probability + self.blind_probability + self.gap_probability > 1:
-            raise ValueError(
-                f"skip_probability {self.skip_probability}, blind_probability {self.blind_probability} and "
-                f"gap_probability {self.gap_probability} exclude each other and must not add up to more than 1"
-            )
+        plans = ("skip_probability", "blind_probability", "gap_probability", "lookup_probability")
+        if sum(getattr(self, name) for name in plans) > 1 + 1e-9:
+            given = ", ".join(f"{name} {getattr(self, name)}" for name in plans)
+            raise ValueError(f"{given} exclude each other and must not add up to more than 1")
 
 
 class RandomPolicy(Policy):
-    """Skips, scans, drafts blind or with gaps, exits and drafts on at random; `reset` starts its stream over."""
+    """Skips, scans, copies, drafts blind or with gaps, exits, drafts on at random; `reset` starts its stream over."""
 
     kind: ClassVar[str] = "random"
     config_class: ClassVar[type[PolicyConfig]] = RandomConfig
@@ -77,22 +90,36 @@ class RandomPolicy(Policy):
             model.check_sublayers()
         self._n_layers = model.n_layers
 
+    @property
+    def lookup(self) -> LookupConfig | None:
+        """The defaults, if it copies at all."""
+        return LookupConfig() if self.config.lookup_probability > 0 else None
+
     def reset(self) -> None:
         """Start the random stream over."""
         self._stream = numpy_stream(self.config.seed, Purpose.POLICY)
 
-    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt | SkipSublayers:
-        """Skip, draft blind at a random candidate or with random gaps, or scan."""
+    def pre_scan(self, state: PreScanState) -> Plan:
+        """Skip, draft blind at a random candidate or with random gaps, copy, or scan."""
         draw = self._stream.random()
         if draw < self.config.skip_probability:
             return PreScan.SKIP
         if draw >= 1 - self.config.gap_probability:
             return self._gaps()
+        if draw >= 1 - self.config.gap_probability - self.config.lookup_probability:
+            return self._copies()
         if draw >= self.config.skip_probability + self.config.blind_probability:
             return PreScan.SCAN
+        return ExitAt(self._layer())
+
+    def _layer(self) -> int:
         if self._layers is None:
             raise ValueError("this random policy takes its candidates from the model; call check_model(model) first")
-        return ExitAt(self._layers[self._stream.integers(len(self._layers))])
+        return int(self._layers[self._stream.integers(len(self._layers))])
+
+    def _copies(self) -> Lookup:
+        length = int(self._stream.integers(1, 17))
+        return Lookup(length, self._layer() if self._stream.random() < 0.5 else None)
 
     def _gaps(self) -> SkipSublayers:
         """Each sublayer of the inner layers is left out with the same probability, which is itself drawn."""

@@ -14,9 +14,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import lede
 from lede.features import FeatureConfig
 from lede.generation import GenerateOutput, generate
+from lede.lookup import LookupConfig
 from lede.models import EarlyExitModel, load_model
-from lede.policies import LearnedPolicy, Policy, RandomPolicy, StaticPolicy, ThresholdPolicy
-from lede.policies.base import ExitAt, LayerState, PreScan, PreScanState
+from lede.policies import LearnedPolicy, LookupPolicy, Policy, RandomPolicy, StaticPolicy, ThresholdPolicy
+from lede.policies.base import ExitAt, LayerState, Lookup, Plan, PreScan, PreScanState
 from tests.exactness import is_exact
 from tests.forecasts import every_feature
 from tests.tiny_models import ALL_FAMILY_NAMES, FAMILY_NAMES, WINDOW, plain_generate, prompt, tiny_hf_model, tiny_model
@@ -78,7 +79,7 @@ class Mixed(Policy):
     def features(self) -> FeatureConfig:
         return MIXED_FEATURES
 
-    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
+    def pre_scan(self, state: PreScanState) -> Plan:
         plans = (PreScan.SKIP, PreScan.SCAN, ExitAt(4), PreScan.SCAN, ExitAt(2))
         return plans[state.n_tokens % len(plans)]
 
@@ -89,6 +90,20 @@ class Mixed(Policy):
         return int(state.observation[0] * 1e4) % 4 > 0
 
 
+class MixedLookups(Mixed):
+    """Copies in between, pruned and not."""
+
+    kind = "mixed-lookups"
+
+    @property
+    def lookup(self) -> LookupConfig:
+        return LookupConfig(max_suffix=2)
+
+    def pre_scan(self, state: PreScanState) -> Plan:
+        plans = (Lookup(6), PreScan.SCAN, Lookup(16, prune_at=3), ExitAt(2), PreScan.SKIP, Lookup(3))
+        return plans[state.n_tokens % len(plans)]
+
+
 DECIDED: dict[str, Any] = {
     "plain": lambda: None,
     "static": lambda: StaticPolicy(exit_layer=3, draft_length=4),
@@ -97,6 +112,9 @@ DECIDED: dict[str, Any] = {
     "learned": lambda: learned(2, 3),
     "learned with plans": lambda: learned(2 + len(CANDIDATES), 2),
     "mixed": Mixed,
+    "lookup": lambda: LookupPolicy(draft_length=5),
+    "pruned lookup": lambda: LookupPolicy(draft_length=9, max_suffix=1, prune_at=4),
+    "mixed with lookups": MixedLookups,
 }
 """Policies whose decisions are functions of what they are told."""
 
@@ -118,12 +136,14 @@ def new_tokens(out: GenerateOutput, row: list[int]) -> list[int]:
 def test_texts_are_the_plain_models(family: str) -> None:
     model = model_of(family)
     wanted = [plain_generate(model, row, BUDGET) for row in ROWS]
-    for policy in (None, StaticPolicy(exit_layer=3, draft_length=4), RandomPolicy(seed=0), RandomPolicy(seed=1)):
+    for policy in (None, StaticPolicy(exit_layer=3, draft_length=4), LookupPolicy(), RandomPolicy(seed=0), MIXTURE):
         outputs = decode(model, ROWS, policy)
         assert [new_tokens(out, row) for out, row in zip(outputs, ROWS, strict=True)] == wanted, policy
     drafted = sum(out.stats.drafted for out in outputs)
     assert 0.1 < sum(out.stats.accepted for out in outputs) / drafted < 0.95
 
+
+MIXTURE = RandomPolicy(seed=1, lookup_probability=0.4)
 
 NOTABLE = {"codegen", "cohere2", "gemma2", "gpt_bigcode", "gpt_oss", "mixtral", "opt", "phi3", "stablelm"}
 """Soft caps, sinks, experts, one head of keys, tables of positions: what rows in one block could disturb."""

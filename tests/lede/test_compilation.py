@@ -29,14 +29,16 @@ POLICIES = (
     "static:exit_layer=2;draft_length=3",
     "random:seed=3",
     "random:seed=4;skip_probability=0;blind_probability=0;gap_probability=0.9",
+    "lookup:draft_length=16;max_suffix=1",
+    "random:seed=5;lookup_probability=0.6",
 )
 
 
 @pytest.fixture(autouse=True)
 def few_buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three numbers of rows instead of seven, to compile less."""
-    monkeypatch.setattr(compiled_layers, "ROW_BUCKETS", (1, 4, 16))
-    monkeypatch.setattr(compilation, "ROW_BUCKETS", (1, 4, 16))
+    monkeypatch.setattr(compiled_layers, "ROW_BUCKETS", (1, 4, 17))
+    monkeypatch.setattr(compilation, "ROW_BUCKETS", (1, 4, 17))
     yield
     torch._dynamo.reset()
 

@@ -15,7 +15,7 @@ from lede.exactness import compare
 from lede.features import FeatureConfig, default_candidates
 from lede.generation import GenerateOutput, generate
 from lede.models import EarlyExitModel, load_model
-from lede.policies import LearnedPolicy, Policy, RandomPolicy, StaticPolicy, ThresholdPolicy
+from lede.policies import LearnedPolicy, LookupPolicy, Policy, RandomPolicy, StaticPolicy, ThresholdPolicy
 from lede.policies.base import LayerState, PreScan, PreScanState
 from tests.exactness import is_exact
 from tests.tiny_models import FAMILY_NAMES, N_LAYERS, plain_generate, prompt, tiny_hf_model, tiny_model
@@ -83,6 +83,9 @@ def policies(family: str) -> dict[str, Policy | None]:
         every[f"random {seed}"] = RandomPolicy(seed=seed)
         every[f"learned {seed}"] = random_network(seed, observations(family), (1, 2, 3, 5))
     every["random gaps"] = RandomPolicy(seed=3, gap_probability=0.5)
+    every["random lookups"] = RandomPolicy(seed=4, gap_probability=0.2, lookup_probability=0.5)
+    every["lookup"] = LookupPolicy(draft_length=16, max_suffix=2)
+    every["pruned lookup"] = LookupPolicy(draft_length=8, continuation="frequent", prune_at=3)
     return every
 
 

@@ -107,6 +107,7 @@ def test_observations_are_those_of_the_config(names: tuple[str, ...], stage: int
     values: dict[str, float] = {"trace": 0.5, "acceptance": 4 / 6, "since_draft": 1}
     if stage == PRE_SCAN:
         seen = observer.before_scan(history)
+        values |= {"lookup_acceptance": 0.5, "since_lookup": 2}
     else:
         read = {name: getattr(reading, name) for name in READ}
         values |= {**read, "depth": 4 / 16, "agreement": -1.0, "survival": 1.0, "certainty": 1.0}
@@ -155,7 +156,7 @@ def test_history_counts_the_last_rounds_that_drafted(rounds: Sequence[tuple[int,
         history.verified(drafted, accepted)
     recent = [r for r in rounds if r[0]][-RECENT_ROUNDS:]
     drafted, accepted = sum(d for d, _ in recent), sum(a for _, a in recent)
-    assert history.acceptance == pytest.approx((accepted + 1) / (drafted + 2))
-    assert history.recent_acceptance == (accepted / drafted if drafted else None)
+    assert history.layers.acceptance == pytest.approx((accepted + 1) / (drafted + 2))
+    assert history.layers.ratio == (accepted / drafted if drafted else None)
     since = list(itertools.takewhile(lambda r: not r[0], reversed(rounds)))
-    assert history.since_draft == len(since)
+    assert history.layers.since == len(since)

@@ -11,11 +11,13 @@ import torch
 
 from lede.decoding import Decoder
 from lede.features import FEATURES, FeatureConfig, primitives
-from lede.policies.base import ExitAt, PreScan
+from lede.lookup import LookupConfig
+from lede.policies.base import ExitAt, Lookup, PreScan
 from lede.seeding import Purpose, torch_stream
 from lede.statistics import Meter, Round
 from lede.verification import Chooser, TorchSource, Warp
 from tests.forecasts import every_feature, made_up
+from tests.naive_lookup import naive_features
 from tests.recorded_rounds import SeenRound, Witness, WitnessDecoder
 from tests.table_model import N_LAYERS, VOCAB_SIZE, TableModel
 
@@ -24,9 +26,14 @@ PROMPT = (0, 1, 3)
 
 
 def decode(
-    model: TableModel, seed: int = 0, warp: Warp | None = None, draft_agreement: bool = True
+    model: TableModel,
+    seed: int = 0,
+    warp: Warp | None = None,
+    draft_agreement: bool = True,
+    lookups: tuple[Lookup, ...] = (),
 ) -> tuple[list[SeenRound], Decoder]:
-    witness = Witness(every_feature((1, 2), top_k=2, draft_agreement=draft_agreement), seed, candidates=(1, 2))
+    features = every_feature((1, 2), top_k=2, draft_agreement=draft_agreement)
+    witness = Witness(features, seed, lookups, candidates=(1, 2))
     chooser = Chooser(warp or Warp(), TorchSource(torch_stream(seed, Purpose.TOKENS)))
     decoder = WitnessDecoder(model, witness, chooser, meter=Meter())  # type: ignore[arg-type]
     for _ in decoder.decode(PROMPT, 22):
@@ -59,15 +66,24 @@ def chance(model: TableModel, prefix: tuple[int, ...], layer: int, drafted: int)
     return 1 / (1 + math.exp(-odds))
 
 
-def expected_rounds(model: TableModel, seen: list[SeenRound], rounds: list[Round], draft_agreement: bool) -> list[Any]:
+def fared(rounds: list[Round], source: str) -> tuple[float, int]:
+    """Acceptance of the last drafts of a source, and the rounds since."""
+    drafting = [r for r in rounds if r.source == source][-8:]
+    drafted, accepted = sum(r.drafted for r in drafting), sum(r.accepted for r in drafting)
+    since = next((n for n, r in enumerate(reversed(rounds)) if r.source == source), len(rounds))
+    return (accepted + 1) / (drafted + 2), since
+
+
+def expected_rounds(
+    model: TableModel, seen: list[SeenRound], rounds: list[Round], draft_agreement: bool, copying: bool
+) -> list[Any]:
     """Observations of every round from the formulas; the confidence trace is checked elsewhere and left out."""
     found = []
     for i, record in enumerate(seen):
-        drafting = [r for r in rounds[:i] if r.drafted][-8:]
-        drafted, accepted = sum(r.drafted for r in drafting), sum(r.accepted for r in drafting)
-        since = next((n for n, r in enumerate(reversed(rounds[:i])) if r.drafted), i)
-        known = {"acceptance": (accepted + 1) / (drafted + 2), "since_draft": float(since)}
-        rows = [known]
+        acceptance, since = fared(rounds[:i], "exit")
+        known = {"acceptance": acceptance, "since_draft": float(since)}
+        copies = dict(zip(("lookup_acceptance", "since_lookup"), fared(rounds[:i], "lookup"), strict=True))
+        rows = [{**known, **copies, **(naive_features(record.ids, LookupConfig()) if copying else {})}]
         for k, state in enumerate(record.scan):
             below = None if k == 0 else record.scan[k - 1].layer
             at_layer = expected_at(model, record.ids, state.layer, below)
@@ -93,16 +109,17 @@ def expected_rounds(model: TableModel, seen: list[SeenRound], rounds: list[Round
     return found
 
 
+@pytest.mark.parametrize("lookups", [(), (Lookup(4), Lookup(4), Lookup(6, prune_at=2))], ids=["exits", "lookups"])
 @pytest.mark.parametrize("draft_agreement", [False, True])
 @pytest.mark.parametrize("warp", [Warp(), Warp(1.0)], ids=["greedy", "sampled"])
-def test_every_feature_is_what_its_formula_says(warp: Warp, draft_agreement: bool) -> None:
+def test_every_feature_is_what_its_formula_says(warp: Warp, draft_agreement: bool, lookups: tuple[Lookup, ...]) -> None:
     model = TableModel(seed=5)
     stages: set[str] = set()
     without_trace = [i for i, name in enumerate(EVERYTHING) if name != "trace"]
     for seed in range(6):
-        seen, decoder = decode(model, seed, warp, draft_agreement)
+        seen, decoder = decode(model, seed, warp, draft_agreement, lookups)
         rounds = decoder.meter.rounds
-        wanted = expected_rounds(model, seen, rounds, draft_agreement)
+        wanted = expected_rounds(model, seen, rounds, draft_agreement, bool(lookups))
         for record, rows in zip(seen, wanted, strict=True):
             found = record.everything()
             np.testing.assert_allclose(found[:, without_trace], np.asarray(rows)[:, without_trace], atol=2e-6)
@@ -110,7 +127,10 @@ def test_every_feature_is_what_its_formula_says(warp: Warp, draft_agreement: boo
             stages |= {"blind"} if isinstance(record.plan, ExitAt) and record.draft else set()
             stages |= {"skip"} if record.plan is PreScan.SKIP else set()
             stages |= {"long draft"} if len(record.draft) > 2 else set()
-    assert stages == {"scan", "blind", "skip", "long draft"}
+        stages |= {"copied and kept" for r in rounds if r.source == "lookup" and r.accepted}
+        stages |= {"copied in vain" for r in rounds if r.source == "lookup" and not r.accepted}
+    copying = {"copied and kept", "copied in vain"} if lookups else set()
+    assert stages == {"scan", "blind", "skip", "long draft"} | copying
 
 
 def test_second_head_reads_are_made_and_counted() -> None:

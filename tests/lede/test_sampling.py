@@ -18,8 +18,16 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from lede.decoding import Decoder
 from lede.drafting import Draft, Drafter
 from lede.features import FEATURES, FeatureConfig
-from lede.policies import DraftVerifyPolicy, DynamicExitLayerPolicy, LearnedPolicy, RandomPolicy, StaticPolicy
-from lede.policies.base import LayerState, Policy, PreScanState, SkipSublayers
+from lede.lookup import LookupConfig
+from lede.policies import (
+    DraftVerifyPolicy,
+    DynamicExitLayerPolicy,
+    LearnedPolicy,
+    LookupPolicy,
+    RandomPolicy,
+    StaticPolicy,
+)
+from lede.policies.base import LayerState, Lookup, Policy, PreScan, PreScanState, SkipSublayers
 from lede.seeding import Purpose, torch_stream
 from lede.verification import Chooser, TorchSource, Warp
 from tests.forecasts import every_feature
@@ -80,6 +88,25 @@ def random_gaps(seed: int) -> Policy:
     return on_table(RandomPolicy(seed=seed, candidates=(1, 2), skip_probability=0.1, gap_probability=0.6))
 
 
+class LookupsBySurprise(ByEntropy):
+    """Copies where the last tokens were no surprise, cut by a layer's opinion, and drafts by entropy elsewhere."""
+
+    kind = "lookups-by-surprise"
+
+    @property
+    def lookup(self) -> LookupConfig:
+        return LookupConfig(max_suffix=2)
+
+    def pre_scan(self, state: PreScanState) -> PreScan | Lookup:
+        if state.match is None or state.trace > 1.2:
+            return PreScan.SCAN
+        return Lookup(1 + state.match.length, prune_at=1 if state.trace < 0.9 else None)
+
+
+def random_lookups(seed: int) -> Policy:
+    return on_table(RandomPolicy(seed=seed, candidates=(1, 2), skip_probability=0.05, lookup_probability=0.7))
+
+
 QUICK: dict[str, Any] = {"threshold": 0.45, "step": 0.2, "acceptance_weight": 0.2, "threshold_weight": 0.0}
 """One round moves the threshold far."""
 LEARNING: dict[str, tuple[type[Policy], dict[str, Any]]] = {
@@ -137,6 +164,12 @@ POLICIES: dict[str, Any] = {
     "gaps by entropy, cap 1": lambda: GapsByEntropy(candidates=(1, 2), max_draft=1),
     "random gaps 0": lambda: random_gaps(0),
     "random gaps 1": lambda: random_gaps(1),
+    "lookup": lambda: LookupPolicy(draft_length=3, max_suffix=2),
+    "lookup of one": lambda: LookupPolicy(draft_length=1, continuation="frequent"),
+    "pruned lookup": lambda: LookupPolicy(draft_length=3, max_suffix=1, prune_at=2),
+    "lookups by surprise": lambda: LookupsBySurprise(candidates=(1, 2)),
+    "random lookups 0": lambda: random_lookups(0),
+    "random lookups 1": lambda: random_lookups(1),
     "learned": lambda: learned(2),
     "learned with plans": lambda: learned(4),
     **{name: partial(learning, name) for name in LEARNING},
@@ -161,7 +194,7 @@ def test_a3_3_law_is_the_whole_models(policy: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("policy", ["entropy", "gaps by entropy"])
+@pytest.mark.parametrize("policy", ["entropy", "gaps by entropy", "lookup", "lookups by surprise"])
 def test_joint_law_of_three_tokens_from_many_draws(policy: str, case: str) -> None:
     model = TableModel(seed=2)
     chosen = options(case, model)
@@ -209,6 +242,30 @@ def test_negative_control_dropping_the_triggering_token_is_caught(policy: str) -
     assert distance(found, law) > 100 * ROUNDING
     counts = law_of_loop(model, make, Warp(1.0), 4, lanes=LANES, decoder_class=DroppingDecoder)
     assert chi_square_z(first_tokens(counts, 3), first_tokens(law, 3)) > 5
+
+
+class CarelessChooser(Chooser):
+    """Draws from the whole of p where a copied token was rejected: breaks condition 2."""
+
+    def _verify_sampled(self, p: torch.Tensor, drafted: Any, distributions: Any) -> tuple[int, int | None]:
+        for i, token in enumerate(drafted):
+            if not self.source.accept(float(p[i, token])):
+                return i, self.source.draw(p[i])
+        bonus = self.source.draw(p[len(drafted)]) if p.shape[0] > len(drafted) else None
+        return len(drafted), bonus
+
+
+class CarelessDecoder(Decoder):
+    def __init__(self, model: Any, policy: Any, chooser: Chooser, *args: Any) -> None:
+        super().__init__(model, policy, CarelessChooser(chooser.warp, chooser.source), *args)
+
+
+@pytest.mark.parametrize("policy", ["lookup", "lookups by surprise"])
+def test_negative_control_a_copy_rejected_and_drawn_again_is_caught(policy: str) -> None:
+    model, make = TableModel(seed=1), POLICIES[policy]
+    law = law_of_model(model, Warp(1.0), 4)
+    found = law_of_loop(model, make, Warp(1.0), 4, decoder_class=CarelessDecoder)
+    assert distance(found, law) > 100 * ROUNDING
 
 
 class Coin(Policy):
