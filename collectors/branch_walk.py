@@ -10,6 +10,7 @@ import torch
 
 from lede.buffers.records import BRANCH_DTYPES
 from lede.cache import KVCache
+from lede.collectors.host_copies import send
 from lede.envs import Rules
 from lede.features import primitives
 from lede.models import EarlyExitModel
@@ -141,17 +142,19 @@ class BranchWalk:
             column[index, step] = getattr(read, name.removeprefix("branch_"))
         warp = self.rules.warp
         self._tokens[index] = (
-            read.token if warp.greedy else draw_tokens(warp.probabilities(logits), self._luck[going, step])
+            read.token
+            if warp.greedy
+            else draw_tokens(warp.probabilities(logits), send(self._luck[going, step], logits.device))
         )
 
 
-def draw_tokens(weights: torch.Tensor, numbers: npt.NDArray[np.float64]) -> torch.Tensor:
-    """Tokens `(row,)` from weights `(row, vocabulary)`, which need not sum to 1, by uniform numbers `(row,)`.
+def draw_tokens(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Tokens `(row,)` from weights `(row, vocabulary)`, which need not sum to 1, by uniform numbers `(row,)`, float64.
 
     The numbers are looked up in the cumulated weights, so that neither the batch nor the device changes the tokens.
     """
     sums = weights.double().cumsum(-1)
     total = sums[:, -1:]
     # strictly below the total, where no token is left to be found
-    wanted = torch.minimum(torch.from_numpy(numbers).to(sums.device)[:, None] * total, torch.nextafter(total, -total))
+    wanted = torch.minimum(numbers[:, None] * total, torch.nextafter(total, -total))
     return torch.searchsorted(sums, wanted, right=True)[:, 0]

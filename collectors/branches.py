@@ -19,7 +19,9 @@ import torch
 from lede.buffers.records import BRANCH_DEPTH, BRANCH_DTYPES, branch_shapes
 from lede.cache import KVCache
 from lede.collectors.branch_walk import Arrays, BranchCache, BranchWalk, Ints, draw_tokens
-from lede.envs import Row, Rules
+from lede.collectors.host_copies import send
+from lede.collectors.texts import TaughtText
+from lede.envs import Rules
 from lede.models import EarlyExitModel
 from lede.seeding import Purpose, numpy_stream
 
@@ -51,24 +53,16 @@ class BranchRules:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What one teacher-forced pass over finished texts leaves behind."""
+    """What the teacher leaves behind: finished texts, read at every layer."""
 
     model: EarlyExitModel
     """The model."""
     rules: Rules
     """Candidates, budget, warp, `features.top_k`."""
-    texts: Sequence[Row]
-    """The texts."""
+    taught: Sequence[TaughtText]
+    """The texts and what was read off them, in the order of the cache's rows; with their states when sampling."""
     cache: KVCache
     """Keys and values of the texts in all layers, with room for the longest prompt and the budget."""
-    states: torch.Tensor
-    """States that were read, `(position, layer, width)`, the texts end to end."""
-    token: npt.NDArray[np.int64]
-    """Likeliest tokens there, `(position, layer)`."""
-    match: npt.NDArray[np.float32]
-    """Probability there that a layer's draft is accepted, `(position, layer)`."""
-    first: Sequence[int]
-    """Place among those positions of each text's first decision."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,7 @@ def grow_branches(lesson: Lesson, branching: BranchRules, seed: int) -> list[Arr
         for name, dtype in BRANCH_DTYPES.items()
     }
     found: list[Arrays] = []
-    for i in range(len(lesson.texts)):
+    for i in range(len(lesson.taught)):
         mine = np.flatnonzero((drafts.text == i) & (columns["branch_length"] > 0))
         mine = mine[np.lexsort((drafts.layer[mine], drafts.row[mine]))]
         found.append({name: column[mine] for name, column in columns.items()})
@@ -130,10 +124,10 @@ def choose_drafts(lesson: Lesson, branching: BranchRules, seed: int) -> WrongDra
     draft has the same chance.
     """
     texts, layers, rows, lucks = [], [], [], []
-    for i, (text, first) in enumerate(zip(lesson.texts, lesson.first, strict=True)):
-        match = lesson.match[first : first + len(text.token_ids) - 1]
+    for i, taught in enumerate(lesson.taught):
+        match = taught.columns["match"][: taught.n_decided]
         for layer in lesson.rules.candidates:
-            rng = numpy_stream(seed, Purpose.BRANCHES, text.prompt_index, layer)
+            rng = numpy_stream(seed, Purpose.BRANCHES, taught.text.prompt_index, layer)
             wrong = np.flatnonzero(rng.random(len(match)) >= match[:, layer - 1])
             n = int(branching.share * wrong.size + rng.random())
             texts.append(np.full(n, i))
@@ -150,21 +144,24 @@ def wrong_tokens(lesson: Lesson, drafts: WrongDrafts) -> torch.Tensor:
     whole model's p has the law max(q - p, 0), divided by its sum.
     """
     model, warp = lesson.model, lesson.rules.warp
-    at = np.asarray(lesson.first)[drafts.text] + drafts.row
+    sizes = [taught.n_decided for taught in lesson.taught]
+    at = np.cumsum([0, *sizes])[drafts.text] + drafts.row
     if warp.greedy:
-        return torch.from_numpy(lesson.token[at, drafts.layer - 1]).to(model.device)
-    places = torch.from_numpy(at).to(lesson.states.device)
-    columns = torch.from_numpy(drafts.layer - 1).to(lesson.states.device)
-    q, p = (warp.probabilities(model.head(lesson.states[places, c])) for c in (columns, model.n_layers - 1))
+        token = np.concatenate([each.columns["token"][:n] for each, n in zip(lesson.taught, sizes, strict=True)])
+        return send(token[at, drafts.layer - 1].astype(np.int64), model.device)
+    read = [each.states[:n] for each, n in zip(lesson.taught, sizes, strict=True) if each.states is not None]
+    states = torch.cat(read)  # (position, layer, width)
+    places, columns = send(at, states.device), send(drafts.layer - 1, states.device)
+    q, p = (warp.probabilities(model.head(states[places, c])) for c in (columns, model.n_layers - 1))
     excess = (q - p).clamp_min(0)
     # rejected although q equals p up to rounding: nothing is left over, and p is as good a law
-    return draw_tokens(torch.where(excess.sum(-1, keepdim=True) > 0, excess, p), drafts.luck[:, 0])
+    return draw_tokens(torch.where(excess.sum(-1, keepdim=True) > 0, excess, p), send(drafts.luck[:, 0], excess.device))
 
 
 def _grow(lesson: Lesson, drafts: WrongDrafts, depth: int) -> Arrays:
     """Branches of a chunk of wrong drafts, those of the deepest layers first."""
     device = lesson.model.device
-    prompts = np.asarray([len(text.prompt_ids) for text in lesson.texts])
+    prompts = np.asarray([len(taught.text.prompt_ids) for taught in lesson.taught])
     start = torch.from_numpy(prompts[drafts.text] + drafts.row + 1).to(device)
     cache = BranchCache(lesson.cache, torch.from_numpy(drafts.text).to(device), start, depth)
     tokens = wrong_tokens(lesson, drafts)

@@ -42,14 +42,18 @@ class CollectProgress:
         self.n_tokens += n_tokens
         self._show()
 
-    def prompt(self) -> None:
-        """Count a prompt that is done."""
-        self.done += 1
+    def prompt(self, n_prompts: int = 1) -> None:
+        """Count prompts that are done, or, below 0, that were lost with a worker."""
+        self.done += n_prompts
         self._show()
+
+    def begin(self) -> None:
+        """Start the clock, once more if it runs: what came before was no collecting."""
+        self._start = self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:
         """Start the clock."""
-        self._start = self._last_line = time.monotonic()
+        self.begin()
         if self._bar is not None:
             self._bar.start()
         return self

@@ -1,4 +1,4 @@
-"""The teacher: writes each text once, then reads every layer at every token in one teacher-forced pass.
+"""The teacher: writes each text once and reads every layer at every token on the way.
 
 From a share of the wrong drafts that this shows, it rolls the drafter on (see `lede.collectors.branches`).
 """
@@ -11,17 +11,16 @@ import numpy as np
 import torch
 
 from lede.buffers.records import CLOSING_DTYPES, PromptTrace
+from lede.cache import KVCache
 from lede.collectors.branch_walk import Arrays
 from lede.collectors.branches import BranchRules, Lesson, grow_branches
+from lede.collectors.head_table import read_heads, unpacked
+from lede.collectors.host_copies import fetch, send
 from lede.collectors.rollout import NumberedPrompt
-from lede.envs import LayerWalk, Row, Rules
-from lede.features import primitives
+from lede.collectors.teacher_batch import TeacherBatch
+from lede.collectors.texts import TaughtText, Text
+from lede.envs import Rules
 from lede.models import EarlyExitModel
-
-LOGITS_AT_ONCE = 2**24
-"""Most logits that a chunk of head reads holds; 64 MiB in float32."""
-
-Columns = dict[str, torch.Tensor]
 
 
 def collect_teacher(
@@ -45,119 +44,100 @@ def collect_teacher(
         branching: Which wrong drafts get a branch; None for no branches.
     """
     for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        yield from read_traces(model, _generate(model, batch, rules, seed, on_tokens), rules, seed, branching)
+        yield from _teach(model, prompts[start : start + batch_size], rules, seed, on_tokens, branching)
 
 
-@torch.no_grad()
-def read_traces(
-    model: EarlyExitModel, rows: Sequence[Row], rules: Rules, seed: int = 0, branching: BranchRules | None = None
+@torch.inference_mode()
+def _teach(
+    model: EarlyExitModel,
+    prompts: Sequence[NumberedPrompt],
+    rules: Rules,
+    seed: int,
+    on_tokens: Callable[[int], None] | None,
+    branching: BranchRules | None,
 ) -> list[PromptTrace]:
-    """Full information about finished texts from one pass over all of them, and branches from some of their errors.
+    batch = TeacherBatch(model, prompts, rules, seed, keep_states=_wants_states(rules, branching))
+    batch.write(on_tokens)
+    traces = _traces(model, rules, batch.taught(), batch.cache, seed, branching)
+    return [traces[batch.places.index(number)] for number in range(len(prompts))]
 
-    A row's states are read at its last prompt position (the anchor), at the positions of its decisions, and, where the
-    budget ended it, at its last token.
+
+@torch.inference_mode()
+def read_traces(
+    model: EarlyExitModel, texts: Sequence[Text], rules: Rules, seed: int = 0, branching: BranchRules | None = None
+) -> list[PromptTrace]:
+    """Full information about finished texts from one teacher-forced pass over all of them, wherever they come from.
 
     Args:
-        model: The model.
-        rows: The texts.
+        model: The model, which must have written the texts: a last layer that would have written another token is
+            taken to match all the same.
+        texts: The texts.
         rules: As in `collect_teacher`.
         seed: Of the branches.
         branching: Which wrong drafts get a branch; None for no branches.
     """
-    texts = [[*row.prompt_ids, *(row.token_ids[:-1] if row.ended_by_eos else row.token_ids)] for row in rows]
-    read_at = [range(len(row.prompt_ids) - 1, len(text)) for row, text in zip(rows, texts, strict=True)]
-    width = max(map(len, texts))
-    padded = torch.tensor([[*text, *[text[-1]] * (width - len(text))] for text in texts], device=model.device)
+    wholes = [[*text.prompt_ids, *(text.token_ids[:-1] if text.ended_by_eos else text.token_ids)] for text in texts]
+    read_at = [range(len(text.prompt_ids) - 1, len(whole)) for text, whole in zip(texts, wholes, strict=True)]
+    width, n = max(map(len, wholes)), len(texts)
+    padded = send(np.array([[*whole, *[whole[-1]] * (width - len(whole))] for whole in wholes]), model.device)
     # branches may go on behind a text that EOS ended early
-    capacity = max(width, max(len(row.prompt_ids) for row in rows) + rules.max_new_tokens)
-    cache = model.new_cache(capacity, len(rows))
-    if len(rows) == 1:
-        block = model.block(cache, 0, width)
-    else:
-        positions = torch.arange(width, device=model.device).expand(len(rows), width)
-        block = model.ragged_block(cache, positions, torch.arange(len(rows), device=model.device))
+    capacity = max(width, max(len(text.prompt_ids) for text in texts) + rules.max_new_tokens)
+    cache = model.new_cache(capacity, n)
+    block = model.block(cache, 0, width) if n == 1 else model.rows_block(cache, range(n), [0] * n, [width] * n)
     hidden = model.embed(padded, block)
     states = []
     for layer in range(model.n_layers):
         hidden = model.run_layers(hidden, layer, layer + 1, block)
         kept = torch.cat([hidden[i, span.start : span.stop] for i, span in enumerate(read_at)])
         states.append(kept.to(model.device))
-    # the target's choice at each position; what follows the last token of a truncated text is not known
-    targets = [token for row in rows for token in (row.token_ids if row.ended_by_eos else [*row.token_ids, -1])]
     stacked = torch.stack(states, dim=1)
-    columns = _read(model, stacked, torch.tensor(targets, device=model.device), rules)
-    parts = {name: torch.split(column, [len(span) for span in read_at]) for name, column in columns.items()}
-    branches: list[Arrays] = [{} for _ in rows]
-    if branching is not None:
-        first = np.cumsum([0, *(len(span) for span in read_at[:-1])]) + 1
-        token, match = columns["token"].numpy(), columns["match"].numpy()
-        lesson = Lesson(model, rules, rows, cache, stacked, token, match, first.tolist())
-        branches = grow_branches(lesson, branching, seed)
-    return [_trace(row, {name: column[i] for name, column in parts.items()}, branches[i]) for i, row in enumerate(rows)]
+    packed = fetch(read_heads(model, stacked, rules))
+    ends = np.cumsum([len(span) for span in read_at])
+    taught = []
+    for text, span, end in zip(texts, read_at, ends.tolist(), strict=True):
+        columns, own = unpacked(packed[:, end - len(span) : end]), stacked[end - len(span) : end]
+        anchor = -float(columns["top1"][0, -1])
+        taught.append(TaughtText(text, anchor, {name: column[1:] for name, column in columns.items()}, own[1:]))
+    if rules.warp.greedy:
+        taught = [each.agreed() for each in taught]
+    return _traces(model, rules, taught, cache, seed, branching)
 
 
-def _generate(
+def _wants_states(rules: Rules, branching: BranchRules | None) -> bool:
+    """Whether branches have to draw from what layers said, and not only from their likeliest tokens."""
+    return branching is not None and not rules.warp.greedy
+
+
+def _traces(
     model: EarlyExitModel,
-    batch: Sequence[NumberedPrompt],
     rules: Rules,
+    taught: list[TaughtText],
+    cache: KVCache,
     seed: int,
-    on_tokens: Callable[[int], None] | None,
-) -> list[Row]:
-    walk = LayerWalk(model, rules, len(batch), max(len(ids) for _, ids in batch) + rules.max_new_tokens, seed)
-    walk.prefill(dict(enumerate(batch)))
-    written = len(batch)
-    while True:
-        if on_tokens is not None:
-            on_tokens(written)
-        going_on = [r for r in range(len(batch)) if not walk.row(r).done]
-        if not going_on:
-            return [walk.row(r) for r in range(len(batch))]
-        walk.skip(going_on)
-        written = len(going_on)
+    branching: BranchRules | None,
+) -> list[PromptTrace]:
+    """The records of texts that stand in the rows of a cache in this order."""
+    branches: list[Arrays] = [{} for _ in taught]
+    if branching is not None:
+        branches = grow_branches(Lesson(model, rules, taught, cache), branching, seed)
+    return [_trace(each, grown) for each, grown in zip(taught, branches, strict=True)]
 
 
-def _read(model: EarlyExitModel, states: torch.Tensor, targets: torch.Tensor, rules: Rules) -> Columns:
-    """Columns `(position, layer)` of states `(position, layer, width)`, a chunk of positions at a time."""
-    step = max(1, LOGITS_AT_ONCE // (model.n_layers * model.vocab_size))
-    chunks: list[Columns] = []
-    for part, target in zip(torch.split(states, step), torch.split(targets, step), strict=True):
-        logits = model.head(part)  # (position, layer, vocabulary)
-        read = primitives(logits, rules.features.top_k)
-        if rules.warp.greedy:
-            match = (read.token == target[:, None]).float()
-            match[:, -1] = 1.0  # the text is the last layer's, whatever rounding says in this pass
-        else:
-            q = rules.warp.probabilities(logits)
-            match = torch.minimum(q, q[:, -1:]).sum(-1).clamp(max=1.0)
-        chunks.append(
-            {
-                "confidence": read.confidence,
-                "entropy": read.entropy,
-                "top1": read.top1,
-                "top2": read.top2,
-                "token": read.token,
-                "match": match,
-            }
-        )
-    return {name: torch.cat([chunk[name] for chunk in chunks]).cpu() for name in chunks[0]}
-
-
-def _trace(row: Row, columns: Columns, branches: Arrays) -> PromptTrace:
-    """The record of one text from its columns: anchor, decisions, and the closing position of a truncated text."""
-    end = len(row.token_ids)
-    decided = {name: column[1:end].numpy() for name, column in columns.items()}
-    n_layers = columns["entropy"].shape[1]
-    closing: Arrays = {name: np.zeros(n_layers, dtype=dtype) for name, dtype in CLOSING_DTYPES.items()}
-    if not row.ended_by_eos:
-        closing = {name: columns[name.removeprefix("closing_")][end].numpy() for name in CLOSING_DTYPES}
+def _trace(taught: TaughtText, branches: Arrays) -> PromptTrace:
+    """The record of one text: anchor, decisions, and the closing position of a truncated text."""
+    text, n = taught.text, taught.n_decided
+    if text.ended_by_eos:
+        n_layers = taught.columns["entropy"].shape[1]
+        closing: Arrays = {name: np.zeros(n_layers, dtype=dtype) for name, dtype in CLOSING_DTYPES.items()}
+    else:
+        closing = {name: taught.columns[name.removeprefix("closing_")][n] for name in CLOSING_DTYPES}
     return PromptTrace(
-        prompt_index=row.prompt_index,
-        prompt_ids=np.array(row.prompt_ids),
-        token_ids=np.array(row.token_ids),
-        ended_by_eos=row.ended_by_eos,
-        anchor=-float(columns["top1"][0, -1]),
+        prompt_index=text.prompt_index,
+        prompt_ids=np.array(text.prompt_ids),
+        token_ids=np.array(text.token_ids),
+        ended_by_eos=text.ended_by_eos,
+        anchor=taught.anchor,
         **closing,
-        **decided,
+        **{name: column[:n] for name, column in taught.columns.items()},
         **branches,
     )

@@ -238,7 +238,8 @@ class _Reading:
 
     def __init__(self, logits: torch.Tensor, top_k: int) -> None:
         read = primitives(logits, top_k)
-        self.confidence, self.entropy, self.surprisal, self.margin = torch.stack(
-            [read.confidence, read.entropy, -read.top1, read.top1 - read.top2]
-        ).tolist()
-        self.token: list[int] = read.token.tolist()
+        told = [read.confidence, read.entropy, -read.top1, read.top1 - read.top2]
+        # float64 holds every float32 and every id exactly
+        packed = torch.cat([torch.stack(told).double(), read.token.double()[None]])
+        self.confidence, self.entropy, self.surprisal, self.margin, token = packed.tolist()
+        self.token = [int(each) for each in token]

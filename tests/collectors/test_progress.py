@@ -39,3 +39,18 @@ def test_on_a_terminal_there_is_a_bar() -> None:
         progress.prompt()
     assert "2/4" in out.getvalue()
     assert "tokens/s" in out.getvalue()
+
+
+def test_prompts_that_were_lost_are_taken_back_and_the_clock_starts_with_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("lede.collectors.progress.time.monotonic", lambda: clock[0])
+    with CollectProgress(10, 2, Console(file=io.StringIO())) as progress:
+        clock[0] += 50
+        progress.begin()
+        clock[0] += 10
+        progress.prompt(4)
+        progress.prompt(-2)
+        progress.tokens(30)
+        assert progress.line() == "4/10 prompts, 3.0 tokens/s, 30 s left"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lede.buffers import PromptRollout, PromptTrace, StoreSettings, replay
-from lede.collectors import Explorer, collect_rollout, collect_teacher
+from lede.collectors import Explorer, collect_rollout, collect_teacher, head_table
 from lede.envs import LayerExitEnv, Rules
 from lede.features import TEXT_FEATURES, FeatureConfig
 from lede.policies import LearnedPolicy
@@ -195,7 +195,8 @@ def test_match_of_sampled_traces_is_the_acceptance_probability() -> None:
 def test_head_reads_in_chunks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("gpt2")
     whole = traces(model)
-    monkeypatch.setattr("lede.collectors.teacher.LOGITS_AT_ONCE", 3 * N_LAYERS * VOCAB_SIZE)
+    monkeypatch.setitem(head_table.LOGITS_AT_ONCE, "cpu", 3 * N_LAYERS * VOCAB_SIZE)
+    monkeypatch.setattr("lede.collectors.head_table.ROWS_AT_ONCE", 1)
     for a, b in zip(whole, traces(model), strict=True):
         assert_equal(a, b)
 

@@ -149,7 +149,7 @@ def test_drawn_eos_ends_a_branch() -> None:
 
 def test_draws_are_looked_up_in_the_law() -> None:
     weights = torch.tensor([[0.0, 0.2, 0.0, 0.6, 0.0]]).expand(1000, 5)
-    drawn = draw_tokens(weights, (np.arange(1000) + 0.5) / 1000)
+    drawn = draw_tokens(weights, torch.from_numpy((np.arange(1000) + 0.5) / 1000))
     assert torch.bincount(drawn, minlength=5).tolist() == [0, 250, 0, 750, 0]
-    edges = draw_tokens(weights[:2], np.array([0.0, 1 - 2**-53]))
+    edges = draw_tokens(weights[:2], torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
     assert edges.tolist() == [1, 3]
