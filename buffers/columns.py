@@ -7,6 +7,7 @@ begins and ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,19 @@ def row_columns(settings: StoreSettings) -> dict[str, tuple[npt.DTypeLike, tuple
         "token_end": (np.bool_, ()),
         "match": (np.int8, ()),
     }
+
+
+def row_bytes(settings: StoreSettings) -> int:
+    """Bytes of a row before compression: of a decision (rollouts), or of a decided token at all layers (traces)."""
+    return sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in row_columns(settings).values())
+
+
+def transition_bytes(settings: StoreSettings) -> float:
+    """Bytes of a transition before compression; 31 with the default features.
+
+    A row of traces has a transition, exit or not, at every layer.
+    """
+    return row_bytes(settings) / (settings.n_layers if settings.kind == "traces" else 1)
 
 
 def branch_columns(settings: StoreSettings) -> dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]:

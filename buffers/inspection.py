@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 from rich.console import Console
@@ -16,8 +15,8 @@ from lede.buffers.statistics import info
 class InfoConfig:
     """Settings of `lede buffer info`."""
 
-    store: tyro.conf.Positional[Path]
-    """Folder of the store."""
+    store: tyro.conf.Positional[str]
+    """Folder or URL of the store."""
     json: bool = False
     """Print one JSON object."""
     verify: bool = False

@@ -16,9 +16,10 @@ from lede.rewards import RewardConfig
 
 Kind = Literal["transitions", "traces"]
 
-SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
-"""Versions of the layout that this lede reads; 1 is the same without branches."""
+SCHEMA_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
+"""Versions of the layout that this lede reads; 2 is the same without checksums of the settings and of commit records, 1
+without branches too."""
 
 FORMAT = "lede-store"
 """Attribute `format` of every store; what tells one from other zarr groups."""
@@ -102,7 +103,7 @@ class StoreSettings:
             raise StoreError(f"{where} is no store of lede: its attributes lack format '{FORMAT}'")
         version = attributes.get("schema_version")
         if version not in READABLE_VERSIONS:
-            known_versions = " and ".join(map(str, READABLE_VERSIONS))
+            known_versions = f"{READABLE_VERSIONS[0]} to {READABLE_VERSIONS[-1]}"
             raise StoreError(f"{where} has schema version {version}, this lede reads {known_versions}: use a newer one")
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in attributes.items() if name in known}

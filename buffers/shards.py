@@ -6,185 +6,238 @@ Layout of a store::
     STORE.zarr/shards/<name>/<column>/   zarr arrays
     STORE.zarr/commits/<name>.json       rows, prompts, size and SHA-256 of every file of the shard
 
-A shard is written whole, never appended to. Its commit record is written last: temporary file, fsync, rename. Readers
-know only shards with a commit record and check every file against it, because zarr reads a lost chunk as zeros.
+A shard is written whole, never appended to. Its commit record is written last, in one step. Readers know only shards
+with a commit record and check every file against it, because zarr reads a lost chunk as zeros.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-import zarr
-from zarr.codecs import ZstdCodec
-from zarr.errors import ContainsGroupError
-
-from lede.atomic import sync_folder, write_atomically
 from lede.buffers.columns import LENGTHS, Columns, branch_columns, no_branches, prompt_columns, row_columns
+from lede.buffers.commits import Commit, digest, read_commits
+from lede.buffers.encoding import CHUNK_ROWS, decode, encode
 from lede.buffers.records import StoreError
 from lede.buffers.settings import StoreSettings
+from lede.buffers.storage import Place, Storage, storage_for
 
-CHUNK_ROWS = 16384
-"""Rows of a chunk, in every array."""
+__all__ = [
+    "CHUNK_ROWS",
+    "Commit",
+    "check_shard",
+    "check_shards",
+    "create_root",
+    "read_commits",
+    "read_settings",
+    "read_shard",
+    "write_shard",
+]
+
+ROOT = "zarr.json"
+"""The file that makes a folder a store."""
+
+_SEAL = "sha256"  # attribute of the root: checksum of the others
 
 
-@dataclass(frozen=True)
-class Commit:
-    """One committed shard."""
+def write_shard(place: Place, name: str, columns: Columns) -> Commit:
+    """Write a shard and commit it; when this returns it survives a crash of the process and of the machine.
 
-    name: str
-    """Name of the shard."""
-    rows: int
-    """Decisions or decided tokens in it."""
-    prompts: tuple[int, ...]
-    """Indices of its prompts, in the order in which they lie in it."""
-    files: dict[str, tuple[int, str]]
-    """Size in bytes and SHA-256 of every file, by its path within the shard."""
-
-
-def write_shard(path: Path, name: str, columns: Columns) -> Commit:
-    """Write a shard and commit it; when this returns it survives a crash of the process and of the machine."""
-    folder = path / "shards" / name
-    group = zarr.create_group(folder, zarr_format=3)
-    for column, values in columns.items():
-        group.create_array(
-            column,
-            data=values,
-            chunks=(CHUNK_ROWS, *values.shape[1:]),
-            compressors=ZstdCodec(level=3, checksum=True),
-            chunk_key_encoding={"name": "default", "separator": "."},  # no folders to sync below the array's
-            config={"write_empty_chunks": True},
-        )
+    Raises:
+        OSError: The place refuses. Unless the commit record is there, the shard is not part of the store.
+        StoreError: A file is not there as it was written.
+    """
+    storage = storage_for(place)
+    files = encode(columns)
     commit = Commit(
         name=name,
         rows=int(columns["row_count"].sum()),
         prompts=tuple(columns["prompt_index"].tolist()),
-        files=_manifest(folder, sync=True),
+        files={file: (len(content), digest(content)) for file, content in files.items()},
     )
-    record = {"rows": commit.rows, "prompts": commit.prompts, "files": commit.files}
-    _sync_folders(folder)
-    (path / "commits").mkdir(exist_ok=True)
-    write_atomically(path / "commits" / f"{name}.json", json.dumps(record).encode())
+    try:
+        storage.write({f"{commit.folder}/{file}": content for file, content in files.items()})
+        check_shard(storage, commit)
+    except BaseException:
+        with suppress(OSError):  # make room; nothing refers to it
+            storage.remove_folder(commit.folder)
+        raise
+    storage.publish(commit.record, commit.to_bytes())
     return commit
 
 
-def read_commits(path: Path) -> list[Commit]:
-    """Commit records of a store, by name.
-
-    Raises:
-        StoreError: A record is damaged.
-    """
-    commits = []
-    for file in sorted((path / "commits").glob("*.json")):
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-            files = {str(name): (int(size), str(digest)) for name, (size, digest) in record["files"].items()}
-            prompts = tuple(int(index) for index in record["prompts"])
-            commits.append(Commit(file.stem, int(record["rows"]), prompts, files))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StoreError(f"{path}: commit record {file.name} is damaged: {error}") from error
-    return commits
-
-
-def check_shard(path: Path, commit: Commit, verify: bool = False) -> None:
+def check_shard(place: Place, commit: Commit, verify: bool = False) -> None:
     """Check the files of a shard against its commit record.
 
     Args:
-        path: The store.
+        place: The store.
         commit: The shard.
         verify: Whether to compare checksums too, which reads every byte; otherwise presence and size.
 
     Raises:
         StoreError: A file is missing or altered.
     """
-    folder = path / "shards" / commit.name
-    for name, (size, digest) in commit.files.items():
-        file = folder / name
-        try:
-            got = file.stat().st_size
-        except OSError:
-            raise StoreError(f"{path}: shard {commit.name} has lost its file {name}") from None
-        if got != size:
-            raise StoreError(f"{path}: shard {commit.name}: file {name} has {got} bytes, {size} were committed")
-        if verify and _digest(file) != digest:
-            raise StoreError(f"{path}: shard {commit.name}: file {name} was altered, its checksum differs")
+    storage = storage_for(place)
+    try:
+        _check_sizes(storage, commit, storage.sizes(commit.folder))
+        if verify:
+            read_files(storage, commit, commit.files)
+    except OSError as error:
+        raise StoreError(f"{_where(storage, commit)} can't be read: {error}") from error
 
 
-def read_shard(path: Path, commit: Commit, settings: StoreSettings) -> Columns:
-    """The columns of a committed shard.
+def check_shards(place: Place, commits: Iterable[Commit], verify: bool = False) -> None:
+    """`check_shard` for many, with one listing of the store.
+
+    Raises:
+        StoreError: A file is missing or altered.
+    """
+    storage = storage_for(place)
+    found: dict[str, dict[str, int]] = {}
+    try:
+        for path, size in storage.sizes("shards").items():
+            shard, _, file = path.partition("/")
+            found.setdefault(shard, {})[file] = size
+    except OSError as error:
+        raise StoreError(f"{storage.url}: the shards can't be listed: {error}") from error
+    for commit in commits:
+        _check_sizes(storage, commit, found.get(commit.name, {}))
+        if verify:
+            read_files(storage, commit, commit.files)
+
+
+def read_shard(place: Place, commit: Commit, settings: StoreSettings, names: Iterable[str] | None = None) -> Columns:
+    """Columns of a committed shard; every file that is read is compared with its checksum.
+
+    Args:
+        place: The store.
+        commit: The shard.
+        settings: Settings of the store.
+        names: Columns to read; None for all.
 
     Raises:
         StoreError: A file is missing or altered, or an array is not what the commit record says.
     """
-    check_shard(path, commit)
+    storage = storage_for(place)
+    prompts, rows = prompt_columns(settings), row_columns(settings)
+    every = [*prompts, "prompt_ids", "token_ids", *rows, *branch_columns(settings)]
+    wanted = every if names is None else list(names)
+    unknown = sorted(set(wanted) - set(every))
+    if unknown:
+        raise ValueError(f"a store of {settings.kind} has no columns {unknown}; it has {every}")
     columns: Columns = {}
-    names = [*prompt_columns(settings), "prompt_ids", "token_ids", *row_columns(settings), *branch_columns(settings)]
-    if settings.kind == "traces" and settings.schema_version == 1 and not _has_array(commit, LENGTHS["branches"]):
-        columns = no_branches(settings, len(commit.prompts))
-    for name in (name for name in names if name not in columns):
-        try:
-            array = zarr.open_array(path / "shards" / commit.name / name, mode="r", zarr_format=3)
-            columns[name] = np.asarray(array[...])
-        except Exception as error:  # whatever a codec or zarr raises on damaged bytes
-            raise StoreError(f"{path}: shard {commit.name}: array '{name}' can't be read: {error}") from error
-    where = f"{path}: shard {commit.name}"
-    rows = int(columns["row_count"].sum())
-    if rows != commit.rows:
-        raise StoreError(f"{where} holds {rows} rows, {commit.rows} were committed")
-    if tuple(columns["prompt_index"].tolist()) != commit.prompts:
+    if (
+        settings.kind == "traces"
+        and settings.schema_version == 1
+        and f"{LENGTHS['branches']}/{ROOT}" not in commit.files
+    ):
+        columns = {n: c for n, c in no_branches(settings, len(commit.prompts)).items() if n in wanted}
+    stored = [name for name in wanted if name not in columns]
+    where = _where(storage, commit)
+    files = read_files(storage, commit, [file for file in commit.files if file.split("/")[0] in stored])
+    try:
+        columns |= decode(files, stored)
+    except ValueError as error:
+        raise StoreError(f"{where}: {error}") from error
+    if "row_count" in columns and (held := int(columns["row_count"].sum())) != commit.rows:
+        raise StoreError(f"{where} holds {held} rows, {commit.rows} were committed")
+    if "prompt_index" in columns and tuple(columns["prompt_index"].tolist()) != commit.prompts:
         raise StoreError(f"{where} holds other prompts than were committed")
-    return columns
+    for name in stored:
+        length = len(commit.prompts) if name in prompts else commit.rows if name in rows else None
+        if length is not None and len(columns[name]) != length:
+            raise StoreError(f"{where}: array '{name}' has {len(columns[name])} rows, expected {length}")
+    return {name: columns[name] for name in wanted}
 
 
-def _has_array(commit: Commit, name: str) -> bool:
-    """Whether a shard has an array, going by its commit record."""
-    return f"{name}/zarr.json" in commit.files
+def read_files(storage: Storage, commit: Commit, names: Iterable[str]) -> dict[str, bytes]:
+    """Contents of files of a shard, by their path within it, each compared with its checksum.
+
+    Raises:
+        StoreError: One is missing or altered.
+    """
+    names = list(names)
+    try:
+        contents = storage.read(f"{commit.folder}/{name}" for name in names)
+    except FileNotFoundError as error:
+        check_shard(storage, commit)  # names the file
+        raise StoreError(f"{_where(storage, commit)} has lost a file: {error}") from error
+    except OSError as error:
+        raise StoreError(f"{_where(storage, commit)} can't be read: {error}") from error
+    files = {}
+    for name in names:
+        content = files[name] = contents[f"{commit.folder}/{name}"]
+        size, sha256 = commit.files[name]
+        if len(content) != size:
+            raise StoreError(_other_size(storage, commit, name, len(content)))
+        if digest(content) != sha256:
+            raise StoreError(f"{_where(storage, commit)}: file {name} was altered, its checksum differs")
+    return files
 
 
-def create_root(path: Path, settings: StoreSettings) -> None:
-    """Make an empty store, unless another writer makes it at this moment."""
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "commits").mkdir(exist_ok=True)
-    with suppress(ContainsGroupError):
-        # last: a folder with this file is a store
-        zarr.create_group(path, attributes=settings.to_json(), zarr_format=3, overwrite=False)
-    _sync_folders(path)
+def create_root(place: Place, settings: StoreSettings) -> None:
+    """Make an empty store, unless another writer makes it at this moment.
+
+    Raises:
+        OSError: The place refuses.
+    """
+    attributes = settings.to_json()
+    storage_for(place).create(ROOT, _root({**attributes, _SEAL: _checksum(attributes)}))
 
 
-def read_settings(path: Path) -> StoreSettings:
+def read_settings(place: Place) -> StoreSettings:
     """Settings of a store.
 
     Raises:
-        StoreError: The path is no store of lede.
+        StoreError: The place is no store of lede, one from a newer schema, or its settings were altered.
     """
-    if not path.exists():
-        raise StoreError(f"there is no store at {path}")
+    storage = storage_for(place)
+    where = storage.url
     try:
-        attributes = cast("dict[str, Any]", zarr.open_group(path, mode="r", zarr_format=3).attrs.asdict())
-    except Exception as error:  # zarr has many ways to say that this is no group
-        raise StoreError(f"{path} is no store of lede: it can't be opened as a zarr v3 group ({error})") from error
-    return StoreSettings.from_json(attributes, str(path))
+        if storage.size(ROOT) is None:
+            if storage.state() == "absent":
+                raise StoreError(f"there is no store at {where}")
+            raise StoreError(f"{where} is no store of lede: it has no file {ROOT}")
+        content = storage.read([ROOT])[ROOT]
+    except OSError as error:
+        raise StoreError(f"{where} can't be read: {error}") from error
+    try:
+        root: dict[str, Any] = json.loads(content)
+        attributes: dict[str, Any] = dict(root["attributes"])
+        if (root["zarr_format"], root["node_type"]) != (3, "group"):
+            raise ValueError("its root is another kind of zarr node")
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{where} is no store of lede: {ROOT} is not that of a zarr v3 group ({error!r})") from error
+    settings = StoreSettings.from_json(attributes, where)
+    sealed = attributes.pop(_SEAL, None)
+    if sealed is None and settings.schema_version < 3:
+        return settings
+    if sealed != _checksum(attributes) or content != _root({**attributes, _SEAL: sealed}):
+        raise StoreError(f"{where}: {ROOT} was altered, its checksum differs")
+    return settings
 
 
-def _manifest(folder: Path, sync: bool) -> dict[str, tuple[int, str]]:
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {file.relative_to(folder).as_posix(): (file.stat().st_size, _digest(file, sync=sync)) for file in files}
+def _checksum(attributes: dict[str, Any]) -> str:
+    return digest(json.dumps(attributes).encode())
 
 
-def _digest(file: Path, sync: bool = False) -> str:
-    with file.open("rb") as stream:
-        if sync:
-            os.fsync(stream.fileno())
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _root(attributes: dict[str, Any]) -> bytes:
+    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}, indent=2).encode()
 
 
-def _sync_folders(folder: Path) -> None:
-    """Make the names in a folder, below it and its own durable."""
-    for each in (*(f for f in folder.rglob("*") if f.is_dir()), folder, folder.parent):
-        sync_folder(each)
+def _check_sizes(storage: Storage, commit: Commit, found: dict[str, int]) -> None:
+    for name, (size, _) in commit.files.items():
+        if name not in found:
+            raise StoreError(f"{_where(storage, commit)} has lost its file {name}")
+        if found[name] != size:
+            raise StoreError(_other_size(storage, commit, name, found[name]))
+
+
+def _other_size(storage: Storage, commit: Commit, name: str, got: int) -> str:
+    return f"{_where(storage, commit)}: file {name} has {got} bytes, {commit.files[name][0]} were committed"
+
+
+def _where(storage: Storage, commit: Commit) -> str:
+    return f"{storage.url}: shard {commit.name}"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lede.buffers.columns import transition_bytes
 from lede.buffers.records import PromptRollout, PromptTrace
 from lede.buffers.settings import StoreSettings
+from lede.buffers.storage import Place, storage_for
 from lede.buffers.store import TraceStore, open_store
 from lede.buffers.writer import leftovers
 from lede.rewards import EXIT
@@ -68,6 +69,10 @@ class StoreInfo:
     """Mean number of positions that a branch follows; None without any."""
     leftovers: int
     """Shards without commit record: interrupted, or being written; readers pass them over."""
+    transition_bytes: float
+    """Bytes of a transition before compression; of traces, of a token at one layer."""
+    stored_bytes: int
+    """Bytes of the committed shards as they are stored, texts and all."""
 
     def to_json(self) -> dict[str, Any]:
         """The numbers as plain JSON values; of the fingerprint all but its logits."""
@@ -112,16 +117,19 @@ class StoreInfo:
         notes = [f"{self.duplicates} repeated prompts passed over"] if self.duplicates else []
         notes += [f"{self.leftovers} uncommitted passed over"] if self.leftovers else []
         yield "shards", "; ".join([f"{self.shards:,}", *notes])
+        yield "bytes a transition", f"{self.transition_bytes:.3g} before compression"
+        stored = f" ({self.stored_bytes / self.rows:.3g} a row)" if self.rows else ""
+        yield "stored bytes", f"{self.stored_bytes:,}{stored}"
         for name, value in settings.items():
             yield name, value if isinstance(value, str) else json.dumps(value)
         yield "dtype of the model", str(fingerprint.get("dtype", "-"))
 
 
-def info(path: str | os.PathLike[str], verify: bool = False) -> StoreInfo:
+def info(path: Place, verify: bool = False) -> StoreInfo:
     """Count what a store holds.
 
     Args:
-        path: Folder of the store.
+        path: Folder or URL of the store.
         verify: Whether to compare the checksum of every file.
 
     Raises:
@@ -140,7 +148,7 @@ def info(path: str | os.PathLike[str], verify: bool = False) -> StoreInfo:
             rollouts.add(record)
     is_traces = isinstance(store, TraceStore)
     return StoreInfo(
-        path=str(path),
+        path=storage_for(path).url,
         settings=store.settings,
         shards=store.n_shards,
         rows=store.n_rows,
@@ -153,7 +161,9 @@ def info(path: str | os.PathLike[str], verify: bool = False) -> StoreInfo:
         duplicates=store.duplicates,
         branches=int(traces.branches.sum()),
         mean_branch_length=traces.mean_branch_length,
-        leftovers=len(leftovers(store.path)) if store.path else 0,
+        leftovers=len(leftovers(path)),
+        transition_bytes=transition_bytes(store.settings),
+        stored_bytes=sum(commit.size for commit in store.shards),
     )
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, Self, TypeVar, cast
 
 from lede.buffers.columns import Columns, check_record, row_arrays, unstack
 from lede.buffers.records import PromptRollout, PromptTrace
 from lede.buffers.settings import Kind, StoreSettings
-from lede.buffers.shards import Commit, check_shard, read_commits, read_settings, read_shard
+from lede.buffers.shards import Commit, check_shards, read_commits, read_settings, read_shard
+from lede.buffers.storage import Place, Storage, storage_for
 
 if TYPE_CHECKING:
     from d3rlpy.dataset import ReplayBuffer
@@ -65,12 +64,12 @@ class ShardSource:
         StoreError: A file of a shard is missing or altered.
     """
 
-    def __init__(self, path: Path, settings: StoreSettings, verify: bool) -> None:
-        self.path, self.settings = path, settings
-        self.commits = read_commits(path)
+    def __init__(self, storage: Storage, settings: StoreSettings, verify: bool) -> None:
+        self.storage, self.settings = storage, settings
+        self.commits = read_commits(storage)
+        check_shards(storage, self.commits, verify)
         self._home: dict[int, Commit] = {}
         for commit in self.commits:
-            check_shard(path, commit, verify)
             for index in commit.prompts:
                 self._home.setdefault(index, commit)
         self.prompt_indices = tuple(sorted(self._home))
@@ -82,15 +81,19 @@ class ShardSource:
         total = sum(commit.rows for commit in self.commits)
         return total if not self.duplicates else sum(record.n_rows for record in self.records())
 
+    def shard(self, commit: Commit) -> list[PromptTrace | PromptRollout]:
+        """The records of one shard as they lie in it, but for those that are taken from another."""
+        columns = read_shard(self.storage, commit, self.settings)
+        loaded = unstack(columns, self.settings, f"{self.storage.url}: shard {commit.name}")
+        return [record for record in loaded if self._home[record.prompt_index] is commit]
+
     def records(self) -> Iterator[PromptTrace | PromptRollout]:
         """The records by ascending prompt index."""
         waiting: dict[str, dict[int, PromptTrace | PromptRollout]] = {}
         for index in self.prompt_indices:
             commit = self._home[index]
             if commit.name not in waiting:
-                columns = read_shard(self.path, commit, self.settings)
-                loaded = unstack(columns, self.settings, f"{self.path}: shard {commit.name}")
-                waiting[commit.name] = {r.prompt_index: r for r in loaded if self._home[r.prompt_index] is commit}
+                waiting[commit.name] = {record.prompt_index: record for record in self.shard(commit)}
             shard = waiting[commit.name]
             yield shard.pop(index)
             if not shard:
@@ -114,14 +117,14 @@ class Store(Generic[R]):
         if settings.kind != self.kind:
             raise ValueError(f"{type(self).__name__} needs settings of kind '{self.kind}', got '{settings.kind}'")
         self.settings = settings
-        self.path: Path | None = None
+        self.path: str | None = None
         self._source: Source = MemorySource(records, settings)
 
     @classmethod
-    def from_shards(cls, path: Path, settings: StoreSettings, verify: bool = False) -> Self:
+    def from_shards(cls, place: Place, settings: StoreSettings, verify: bool = False) -> Self:
         """A store on disk; see `open_store`."""
-        store = cls(settings)
-        store.path, store._source = path, ShardSource(path, settings, verify)
+        store, storage = cls(settings), storage_for(place)
+        store.path, store._source = storage.url, ShardSource(storage, settings, verify)
         return store
 
     @property
@@ -138,6 +141,19 @@ class Store(Generic[R]):
     def n_shards(self) -> int:
         """Committed shards; 0 for a store in memory."""
         return len(self._source.commits) if isinstance(self._source, ShardSource) else 0
+
+    @cached_property
+    def shards(self) -> tuple[Commit, ...]:
+        """Committed shards by their first prompt, whoever wrote them; none for a store in memory."""
+        if not isinstance(self._source, ShardSource):
+            return ()
+        return tuple(sorted(self._source.commits, key=lambda commit: (min(commit.prompts, default=-1), commit.name)))
+
+    def shard(self, commit: Commit) -> list[R]:
+        """The records of one of `shards`, read from disk, as they lie in it; a prompt of two shards comes once."""
+        if not isinstance(self._source, ShardSource):
+            raise ValueError("a store in memory has no shards; iterate it")
+        return cast("list[R]", self._source.shard(commit))
 
     @property
     def duplicates(self) -> int:
@@ -217,18 +233,18 @@ class TransitionStore(Store[PromptRollout]):
         return replay_buffer(self, episode, gamma, n_steps, greedy)
 
 
-def open_store(path: str | os.PathLike[str], verify: bool = False) -> TransitionStore | TraceStore:
+def open_store(path: Place, verify: bool = False) -> TransitionStore | TraceStore:
     """Open a store for reading; what is committed later doesn't show.
 
     Args:
-        path: Folder of the store.
-        verify: Whether to compare the checksum of every file, which reads the whole store; otherwise every file must
-            be there with its committed size.
+        path: Folder or URL of the store.
+        verify: Whether to compare the checksum of every file now, which reads the whole store; otherwise every file
+            must be there with its committed size, and checksums are compared when a shard is read.
 
     Raises:
         StoreError: There is no store, or a file of a committed shard is missing or altered.
     """
-    path = Path(path)
-    settings = read_settings(path)
+    storage = storage_for(path)
+    settings = read_settings(storage)
     kind: type[TransitionStore] | type[TraceStore] = TraceStore if settings.kind == "traces" else TransitionStore
-    return kind.from_shards(path, settings, verify)
+    return kind.from_shards(storage, settings, verify)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import numpy as np
 import pytest
 
 from lede.buffers import PromptTrace, StoreError, StoreWriter, TraceStore, info, open_store, same_record
+from tests.buffers.rewriting import forget, old_record, old_root
 from tests.buffers.samples import N_LAYERS, make_rollout, make_trace, settings, with_branches
 
 
@@ -67,22 +65,9 @@ def test_a_store_has_one_depth(tmp_path: Path) -> None:
 
 def first_version(path: Path, shard: Path) -> None:
     """Turn a store without branches into what version 1 wrote: no such settings, no such arrays."""
-    root = json.loads((path / "zarr.json").read_text())
-    root["attributes"] = {k: v for k, v in root["attributes"].items() if not k.startswith("branch_")}
-    root["attributes"]["schema_version"] = 1
-    (path / "zarr.json").write_text(json.dumps(root))
-    forget_branches(path, shard)
-
-
-def forget_branches(path: Path, shard: Path) -> None:
-    for array in shard.glob("branch_*"):
-        shutil.rmtree(array)
-    commit = path / "commits" / f"{shard.name}.json"
-    record = json.loads(commit.read_text())
-    record["files"] = {name: value for name, value in record["files"].items() if not name.startswith("branch_")}
-    for name, (_, digest) in record["files"].items():
-        assert hashlib.sha256((shard / name).read_bytes()).hexdigest() == digest
-    commit.write_text(json.dumps(record))
+    forget(path, shard, "branch_*")
+    old_record(path / "commits" / f"{shard.name}.json")
+    old_root(path, 1, "branch_")
 
 
 @pytest.fixture
@@ -136,6 +121,6 @@ def test_lost_branches_are_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"lost its file branch_token/zarr\.json"):
         open_store(path)
     (tmp_path / "zarr.json").rename(shard / "branch_token" / "zarr.json")
-    forget_branches(path, shard)  # as if they had never been: but this version has them
+    forget(path, shard, "branch_*")  # as if they had never been: but this version has them
     with pytest.raises(StoreError, match="array 'branch_count' can't be read"):
         list(open_store(path))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from lede.buffers import PromptTrace, StoreError, StoreWriter, open_store, replay, same_record
 from lede.features import TEXT_FEATURES, FeatureConfig
+from tests.buffers.rewriting import forget, old_record, old_root
 from tests.buffers.samples import N_LAYERS, VOCAB, make_trace, settings
 
 LIKELIEST = ("closing_top1", "closing_top2", "closing_token")
@@ -32,18 +31,6 @@ def closed(index: int) -> PromptTrace:
 def bare(trace: PromptTrace) -> PromptTrace:
     """The trace without what the closing state's likeliest tokens are."""
     return replace(trace, **{name: np.zeros(0) for name in LIKELIEST})  # type: ignore[arg-type]
-
-
-def forget(path: Path, shard: Path, *patterns: str) -> None:
-    """Take arrays out of a shard as if they had never been written."""
-    gone = {array.name for pattern in patterns for array in shard.glob(pattern)}
-    assert gone
-    for name in gone:
-        shutil.rmtree(shard / name)
-    commit = path / "commits" / f"{shard.name}.json"
-    record = json.loads(commit.read_text())
-    record["files"] = {name: value for name, value in record["files"].items() if name.split("/")[0] not in gone}
-    commit.write_text(json.dumps(record))
 
 
 def test_what_is_left_out_is_zeros() -> None:
@@ -99,10 +86,8 @@ def test_stores_of_the_first_version_are_read_as_zeros_and_gone_on_with(tmp_path
             writer.add(closed(i))
     (shard,) = (path / "shards").iterdir()
     forget(path, shard, "branch_*", "closing_to*")
-    root = json.loads((path / "zarr.json").read_text())
-    root["attributes"] = {k: v for k, v in root["attributes"].items() if not k.startswith("branch_")}
-    root["attributes"]["schema_version"] = 1
-    (path / "zarr.json").write_text(json.dumps(root))
+    old_record(path / "commits" / f"{shard.name}.json")
+    old_root(path, 1, "branch_")
     assert all(same_record(record, bare(closed(record.prompt_index))) for record in open_store(path, verify=True))
     with StoreWriter.open(path, settings()) as writer:
         writer.add(closed(3))

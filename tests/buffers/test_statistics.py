@@ -124,6 +124,19 @@ def test_the_numbers_are_plain_json(tmp_path: Path) -> None:
     assert back["settings"]["candidates"] == list(CANDIDATES)
 
 
+def test_bytes_are_told_before_and_after_compression(tmp_path: Path) -> None:
+    """Field by field: 4 features, reward, token index of 4 bytes; 2 layers of 2; action, match, token end of 1."""
+    path = tmp_path / "r.zarr"
+    with StoreWriter.open(path, settings("transitions"), shard_prompts=1) as writer:
+        for i in range(2):
+            writer.add(make_rollout(i))
+    found = info(path)
+    assert found.transition_bytes == 4 * 4 + 4 + 4 + 2 * 2 + 3 * 1 == 31
+    assert found.stored_bytes == sum(file.stat().st_size for file in (path / "shards").rglob("*") if file.is_file())
+    cells = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in render(path)]
+    assert ["bytes a transition", "31 before compression"] in cells
+
+
 def test_no_store_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="there is no store at"):
         info(tmp_path / "nothing.zarr")
