@@ -39,8 +39,9 @@ class BenchConfig:
     preset: Literal["ablation", "transfer", "window"] | None = None
     """A set of contenders: parts of a learned policy taken away, what is found on each suite frozen on all of them,
     or windows and measures of ConfLayers."""
-    sweep: Literal["static"] | None = None
-    """Also decode with the best static settings of the validation prompts, for the best in hindsight."""
+    sweep: Annotated[tuple[Literal["static", "lookup"], ...], tyro.conf.UseAppendAction] = ()
+    """Also decode with the best static settings of the validation prompts, for the best in hindsight: of `static`, or
+    of `lookup`; give it again for both."""
     n_prompts: int | None = None
     """Test prompts of each suite, over all of its categories; all unless given."""
     max_new_tokens: int = 128
@@ -76,7 +77,7 @@ class BenchConfig:
         for name in ("validation_prompts", "seed", "temperature"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if not self.policy and self.preset is None and self.sweep is None:
+        if not self.policy and self.preset is None and not self.sweep:
             raise ValueError("give at least one contender, as --policy, --sweep or --preset")
 
     @property
@@ -108,7 +109,7 @@ def run_bench(config: BenchConfig, model: EarlyExitModel | None = None) -> dict[
     from lede.models import load_model
 
     _check_packages()
-    texts = (*config.policy, *(["static"] if config.sweep == "static" else []))
+    texts = (*config.policy, *config.sweep)
     names = contender_names(texts)
     check_before_loading(config, list(names))
     console = Console()

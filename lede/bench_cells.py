@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lede.bench_row import SHARES, BenchRow
 from lede.bench_runs import PLAIN
 from lede.bench_speed import Speedup
+from lede.round_sources import SOURCES
 from lede.text_overlap import Rouge
 
 NOT_RESOLVED = "not resolved"
@@ -68,6 +69,20 @@ def _share(section: str) -> Callable[[BenchRow], str]:
     return lambda row: NOTHING if row.time_shares is None else f"{100 * row.time_shares[section]:.0f}"
 
 
+def _source(get: Callable[[BenchRow], dict[str, float] | None], source: str) -> Callable[[BenchRow], str]:
+    """A share by source; nothing where there is none of it."""
+
+    def cell(row: BenchRow) -> str:
+        shares = get(row)
+        return NOTHING if shares is None or not shares[source] else f"{100 * shares[source]:.0f}"
+
+    return cell
+
+
+def _source_rate(source: str) -> Callable[[BenchRow], str]:
+    return _number(lambda row: (row.acceptance_by_source or {}).get(source), ".2f")
+
+
 def _count(get: Callable[[BenchRow], float | None]) -> Callable[[BenchRow], str]:
     """A count or seconds that most rows have none of."""
 
@@ -89,12 +104,18 @@ def _rouge(get: Callable[[BenchRow], Rouge | None]) -> Callable[[BenchRow], str]
 MEDIAN = Column(
     "median", _number(lambda row: None if row.speedup_over_plain is None else row.speedup_over_plain.median, ".2f")
 )
+OPTIONAL = (
+    Column("x static", lambda row: _times(row.speedup_over_best_static)),
+    Column("x lookup", lambda row: _times(row.speedup_over_best_lookup)),
+    Column("x hf\nlookup", lambda row: _times(row.speedup_over_prompt_lookup)),
+)
+"""What is left out of a terminal's narrow table where nobody was held against it."""
 SPEED = (
     Column("tok/s", _number(lambda row: None if row.tokens_per_second is None else row.tokens_per_second.value, ".1f")),
     Column("x plain (95 %)", _over_plain),
     MEDIAN,
     Column("x hf", lambda row: _times(row.speedup_over_transformers)),
-    Column("x static", lambda row: _times(row.speedup_over_best_static)),
+    *OPTIONAL,
     Column("rate", _number(lambda row: row.acceptance_rate, ".2f")),
     Column("tokens", _number(lambda row: row.mean_length_with_bonus, ".2f")),
     Column("exact", exact_cell),
@@ -118,6 +139,13 @@ LENGTHS = (
 )
 """Lengths, layers and counts."""
 
+BY_SOURCE = (
+    *(Column(f"{source}\nrounds %", _source(lambda row: row.round_shares, source)) for source in SOURCES),
+    *(Column(f"{source}\ntokens %", _source(lambda row: row.token_shares, source)) for source in SOURCES),
+    *(Column(f"{source}\nrate", _source_rate(source)) for source in SOURCES if source != "plain"),
+)
+"""Where drafts come from."""
+
 TIMES = tuple(Column(f"{section}\n%", _share(section)) for section in SHARES)
 """Where the time after the prefill goes."""
 
@@ -126,6 +154,7 @@ COSTS = (
     Column("x plain", lambda row: _times(row.speedup_over_plain)),
     Column("modelled", _number(lambda row: row.modelled_speedup, ".2f")),
     Column("x static\nin hindsight", lambda row: _times(row.speedup_over_hindsight_static)),
+    Column("x lookup\nin hindsight", lambda row: _times(row.speedup_over_hindsight_lookup)),
     Column("settings\ntried", _count(lambda row: row.cost.evaluations)),
     Column("prompts", _count(lambda row: row.cost.prompts)),
     Column("collect\ns", _count(lambda row: row.cost.collecting_seconds)),

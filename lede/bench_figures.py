@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Self
 
-from lede.bench_runs import PLAIN, PromptRecord, PromptRun
+from lede.bench_runs import PLAIN, PromptRecord, PromptRun, source_of
 from lede.benchmark import repetition_share
+from lede.round_sources import SourceCounts, count_sources
 from lede.text_overlap import Rouge, rouge
 
 
@@ -80,6 +81,8 @@ class PromptFigures:
     """What the rounds cost by the cost profile, a repetition; None without one."""
     modelled_plain_seconds: float | None = None
     """What plain decoding of as many tokens costs by the profile."""
+    sources: dict[str, SourceCounts] = field(default_factory=dict)
+    """Rounds and their tokens by where the draft came from, the ones of `lede.round_sources.SOURCES` that occur."""
 
     @property
     def counts(self) -> bool:
@@ -125,6 +128,7 @@ class PromptFigures:
             found["accepted_lengths"] = tuple(entry["accepted_lengths"])
             for key in ("rouge_reference", "rouge_plain"):
                 found[key] = None if entry[key] is None else Rouge(**entry[key])
+            found["sources"] = {name: SourceCounts(**each) for name, each in entry.get("sources", {}).items()}
             return cls(**found)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"holds no figures of a prompt: {error}") from None
@@ -232,6 +236,7 @@ def _figures(decodes: Sequence[PromptRun], prompt: PromptRecord | None, plain_te
         rouge_reference=rouge(text, None if prompt is None else prompt.reference),
         rouge_plain=rouge(text, plain_text),
         reference=own_reference(run.reference for run in sound),
+        sources=count_sources((source_of(counts), *counts[:3]) for counts in rounds),
     )
 
 

@@ -1,7 +1,10 @@
 """What the rounds of a benchmark should have cost by a cost profile, beside what they did cost.
 
 A run tells of each round what was drafted, accepted and committed, and where, and of the whole how many heads were
-read; that prices everything but the following. Splitting a scan into spans is free. Where a policy decided is not
+read; that prices everything but the following. Splitting a scan into spans is free. Of a lookup that is cut at a layer
+only what was left is known, so each is taken to have been as long as its policy's plan, and those of which nothing was
+left are told from plain passes by the heads read; where a policy chooses between several such plans, their cutting is
+priced as inspections. Where a policy decided is not
 known, only how often: each head read beyond those that draft is a decision, and for a policy with features every read
 is. A search between rounds is left out, and with it, in a run that searched, all reads beyond those that draft. Of a
 draft with gaps only the number of sublayers left out is known, so each of its tokens is charged the whole stack times
@@ -13,12 +16,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from lede.bench_runs import ContenderSetup, PromptRun, RoundCounts
+from lede.bench_runs import ContenderSetup, PromptRun, RoundCounts, source_of
 from lede.cost_model import CostModel
 from lede.features import FeatureConfig
+from lede.policies.base import Lookup, Policy
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a policy looks at, as far as it costs time."""
+
+    features: FeatureConfig | None = None
+    """Its observation; None for one that looks at nothing."""
+    pre_scan: bool = False
+    """Whether it decides on an observation before the scan."""
+    indexed: bool = False
+    """Whether the text is indexed for lookups."""
+    pruned: Lookup | None = None
+    """The plan of all of its lookups, where that is one and cuts them at a layer."""
+
+    @classmethod
+    def by(cls, policy: Policy | None) -> Observed:
+        """What a policy looks at; plain decoding at nothing."""
+        if policy is None:
+            return cls()
+        from lede.policies.lookup import LookupPolicy
+
+        plan = policy.plan if isinstance(policy, LookupPolicy) else None
+        pruned = None if plan is None or plan.prune_at is None else plan
+        return cls(policy.features, policy.decides_pre_scan, policy.lookup is not None, pruned)
 
 
 class RoundCosts:
@@ -33,25 +63,34 @@ class RoundCosts:
         self._plain = cache(costs.plain_seconds)
         self._round = cache(self._price)
 
-    def seconds(self, run: PromptRun, features: FeatureConfig | None) -> float:
+    def seconds(self, run: PromptRun, observed: Observed) -> float:
         """Modelled seconds after the first new token.
 
         Args:
             run: A decode on lede's engine.
-            features: What its policy observes; None for one that looks at nothing.
+            observed: What its policy looks at.
         """
-        costs = self._costs
-        context, total, drafting_reads = run.prompt_tokens, 0.0, 0
+        costs, features = self._costs, observed.features
+        context, total, drafting_reads, lookups = run.prompt_tokens, 0.0, 0, 0
         for counts in run.rounds:
-            total += self._round(context, counts)
-            drafting_reads += counts[0]
+            total += self._round(context, counts, observed.pruned)
+            copied = source_of(counts) == "lookup"
+            lookups += copied
+            drafting_reads += 0 if copied else counts[0]
             context += counts[2]
+        if observed.indexed:
+            total += (context - run.prompt_tokens) * costs.costs.index
         reads = drafting_reads if run.sections.get("search") else max(run.head_reads, drafting_reads)
+        if observed.pruned is not None:
+            n_cut = (reads - drafting_reads) / (observed.pruned.length + 1)
+            in_vain = max(0.0, n_cut - lookups)
+            middle = (run.prompt_tokens + context) // 2
+            return total + in_vain * (self._cut(middle, 1, observed.pruned) - self._plain(middle))
         total += (reads - drafting_reads) * costs.head_seconds()
         if features is not None:
             decisions = reads / features.draft_head_reads
             total += decisions * (costs.decision_seconds(features) - costs.head_seconds())
-            if "in_scan" in features.names:
+            if observed.pre_scan:
                 total += len(run.rounds) * costs.pre_scan_seconds(features)
         return total
 
@@ -59,7 +98,14 @@ class RoundCosts:
         """Modelled seconds of writing the same tokens plainly."""
         return sum(self._plain(run.prompt_tokens + i) for i in range(len(run.token_ids) - 1))
 
-    def _price(self, context: int, counts: RoundCounts) -> float:
+    def _cut(self, context: int, q: int, plan: Lookup) -> float:
+        """A lookup that is cut at a layer, of which `q` tokens go on, the newest one of the text among them."""
+        costs, layer, read = self._costs, plan.prune_at or 0, plan.length + 1
+        total = costs.costs.embed + costs.costs.propose + costs.costs.choose
+        total += costs.seconds(0, layer, read, context) + costs.head_seconds(read)
+        return total + costs.verify_seconds(layer, q, context)
+
+    def _price(self, context: int, counts: RoundCounts, pruned: Lookup | None) -> float:
         """A round without the reads that only inspect."""
         costs = self._costs
         drafted, accepted, committed, layer, skipped = counts
@@ -67,6 +113,11 @@ class RoundCosts:
             return self._plain(context)
         # a drafted end of sequence that was accepted wrote no bonus, nor did it run any further
         ended = accepted == committed
+        if source_of(counts) == "lookup":
+            q = drafted + (not ended)
+            if pruned is not None:
+                return self._cut(context, q, pruned)
+            return costs.costs.embed + costs.costs.propose + costs.verify_seconds(0, q, context)
         if not skipped:
             return costs.round_seconds(context, (), layer, drafted, "eos" if ended else "cap", features=None)
         share = 1 - skipped / (2 * costs.n_layers)
@@ -78,7 +129,7 @@ class RoundCosts:
 
 
 def modelled_seconds(
-    runs: Iterable[PromptRun], costs: RoundCosts, features: FeatureConfig | None
+    runs: Iterable[PromptRun], costs: RoundCosts, observed: Observed
 ) -> dict[int, tuple[float, float]]:
     """Seconds of one contender's rounds, and of plain decoding of the same tokens, by prompt; means over repetitions.
 
@@ -87,7 +138,7 @@ def modelled_seconds(
     found: dict[int, list[tuple[float, float]]] = {}
     for run in runs:
         if run.error is None and run.rounds and len(run.token_ids) > 1:
-            pair = costs.seconds(run, features), costs.plain_seconds(run)
+            pair = costs.seconds(run, observed), costs.plain_seconds(run)
             found.setdefault(run.prompt_index, []).append(pair)
     return {
         index: (sum(own for own, _ in pairs) / len(pairs), sum(plain for _, plain in pairs) / len(pairs))
@@ -95,8 +146,8 @@ def modelled_seconds(
     }
 
 
-def observed_features(contender: ContenderSetup, out: Path | None = None) -> FeatureConfig | None:
-    """What the policy of a contender observes.
+def observed(contender: ContenderSetup, out: Path | None = None) -> Observed:
+    """What the policy of a contender looks at.
 
     The copy that decoded, in the benchmark's folder `out`, is asked first: what was given may have changed since. The
     default set stands in where neither can be loaded.
@@ -106,12 +157,11 @@ def observed_features(contender: ContenderSetup, out: Path | None = None) -> Fea
     from lede.policies import parse_policy
 
     if contender.kind != "policy":
-        return None
+        return Observed()
     if out is not None:
         with suppress(ValueError, OSError):
-            return load_policy(policy_folder(out, contender.suite, contender.name)).features
+            return Observed.by(load_policy(policy_folder(out, contender.suite, contender.name)))
     try:
-        policy = parse_policy(contender.settings)
+        return Observed.by(parse_policy(contender.settings))
     except ValueError:
-        return FeatureConfig()
-    return None if policy is None else policy.features
+        return Observed(FeatureConfig())

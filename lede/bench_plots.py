@@ -17,6 +17,7 @@ from lede.bench_report import BenchReport
 from lede.bench_row import BenchRow
 from lede.bench_runs import CONTROL, PLAIN
 from lede.reports import BLUE, GREY, INK
+from lede.round_sources import SOURCES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +27,7 @@ _LINES = (BLUE, RED, "#3f8f5b", "#e09f3e", "#7b5ea7", "#4d4d4d")
 _BINS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 9), (10, 10**9))
 """Accepted tokens, first and last of each colour."""
 _MOST_COLUMNS = 3
+_SOURCES = dict(zip(SOURCES, (BLUE, "#3f8f5b", "#e09f3e", GREY), strict=True))
 
 
 def write_plots(out: Path, content: dict[str, Any]) -> list[Path]:
@@ -46,6 +48,7 @@ def write_plots(out: Path, content: dict[str, Any]) -> list[Path]:
     plots = {
         "speed.png": any(row.speedup_over_plain for row in report.rows) and plot_speed,
         "accepted_lengths.png": any(each.n_drafting for each in report.prompts) and plot_lengths,
+        "sources.png": any("lookup" in each.sources for each in report.prompts) and plot_sources,
         "exit_layers.png": any(each.exit_layers for each in report.prompts) and plot_exit_layers,
         "agreement.png": any(suite.agreement for suite in report.suites) and plot_agreement,
         "verification.png": len(report.verification_seconds) > 1 and plot_verification,
@@ -122,6 +125,24 @@ def plot_lengths(report: BenchReport, path: Path) -> None:
     labels = [str(a) if a == b else f"{a}+" if b >= 10**9 else f"{a}-{b}" for a, b in _BINS]
     _legend(figure, list(zip(labels, colours, strict=True)))
     _save(figure, path, "Accepted tokens in rounds that drafted, and their mean")
+
+
+def plot_sources(report: BenchReport, path: Path) -> None:
+    """Where the written tokens come from: a bar a contender, a panel a suite."""
+    shares = {(row.suite, row.name): row.token_shares for row in report.rows}
+    drafting = {each.name for each in report.prompts if each.n_drafting}
+    names = [name for name in _order(report) if name in drafting]
+    figure, panels = _panels([suite.name for suite in report.suites], len(names), "share of the tokens, %")
+    for suite, axes in zip(report.suites, panels, strict=True):
+        for place, name in enumerate(names):
+            left, found = 0.0, shares.get((suite.name, name)) or {}
+            for source, share in found.items():
+                axes.barh(place, 100 * share, left=left, color=_SOURCES[source], height=0.7)
+                left += 100 * share
+        _label(axes, names)
+        axes.set_xlim(0, 100)
+    _legend(figure, list(_SOURCES.items()))
+    _save(figure, path, "Tokens by where the draft of their round came from")
 
 
 def plot_exit_layers(report: BenchReport, path: Path) -> None:

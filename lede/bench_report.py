@@ -56,6 +56,12 @@ class SuiteReport:
     """Name of the static contender that is fastest on the test prompts."""
     too_short: int = 0
     """Documents left out because too little follows their prompt."""
+    best_lookup: str | None = None
+    """Name of the static lookup chosen on validation prompts."""
+    hindsight_lookup: str | None = None
+    """Name of the static lookup that is fastest on the test prompts."""
+    prompt_lookup: str | None = None
+    """Name of the contender that is transformers' prompt lookup."""
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> Self:
@@ -137,6 +143,8 @@ class BenchReport:
                 suite.best_static,
                 suite.hindsight_static,
                 [row for row in self.rows if row.suite == suite.name],
+                suite.best_lookup,
+                suite.hindsight_lookup,
             )
             for suite in self.suites
         ]
@@ -193,6 +201,9 @@ def make_report(out: Path) -> BenchReport:
             best_static=held[suite.name].best_static,
             hindsight_static=held[suite.name].hindsight_static,
             too_short=suite.too_short,
+            best_lookup=held[suite.name].best_lookup,
+            hindsight_lookup=held[suite.name].hindsight_lookup,
+            prompt_lookup=held[suite.name].prompt_lookup,
         )
         for suite in setup.suites
         if suite.name in held

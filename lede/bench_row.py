@@ -73,6 +73,12 @@ class BenchRow:
     """Over the static setting that was chosen on validation prompts, after the prefill."""
     speedup_over_hindsight_static: Speedup | None = None
     """Over the static setting that turned out fastest on these prompts, after the prefill."""
+    speedup_over_best_lookup: Speedup | None = None
+    """Over the static lookup that was chosen on validation prompts, after the prefill."""
+    speedup_over_hindsight_lookup: Speedup | None = None
+    """Over the static lookup that turned out fastest on these prompts, after the prefill."""
+    speedup_over_prompt_lookup: Speedup | None = None
+    """Over transformers' own prompt lookup, after the prefill."""
     acceptance_rate: float | None = None
     """accepted / drafted, pooled."""
     acceptance_rate_by_prompt: float | None = None
@@ -99,6 +105,12 @@ class BenchRow:
     """Logits read by drafts, decisions and searches, one a position and layer, over all repetitions."""
     head_reads_a_token: float | None = None
     """Head reads over tokens that the rounds wrote."""
+    round_shares: dict[str, float] | None = None
+    """Share of the rounds by where their draft came from (`lede.round_sources.SOURCES`)."""
+    token_shares: dict[str, float] | None = None
+    """Share of the tokens that these rounds wrote, correction or bonus included."""
+    acceptance_by_source: dict[str, float | None] | None = None
+    """accepted / drafted, pooled, of the rounds of each source that drafted."""
     time_shares: dict[str, float] | None = None
     """Share of the seconds after the prefill by `SHARES`."""
     search_seconds: float | None = None

@@ -8,37 +8,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lede.bench_baselines import Baselines, baselines, verdict
 from lede.bench_figures import PromptFigures, own_reference, prompt_figures, with_modelled_seconds
-from lede.bench_modelled import RoundCosts, modelled_seconds, observed_features
-from lede.bench_row import SHARES, BenchRow, Exact
+from lede.bench_modelled import RoundCosts, modelled_seconds, observed
+from lede.bench_row import SHARES, BenchRow
 from lede.bench_runs import CONTROL, PLAIN, TRANSFORMERS, ContenderSetup, PromptRecord, PromptRun, Setup
 from lede.bench_speed import Speedup, break_even_tokens, rate, speedup
 from lede.cost_profile import CostProfile
+from lede.round_sources import add_counts, round_shares, token_shares
 from lede.text_overlap import mean_rouge
 
 __all__ = ["Baselines", "BenchRow", "Figures", "baselines", "figures_of", "rows", "table"]
-
-
-@dataclass(frozen=True)
-class Baselines:
-    """What the rows of one suite are held against."""
-
-    suite: str
-    """Name of the suite."""
-    control: Speedup | None
-    """Plain decoding again over plain decoding, after the prefill: what nothing looks like on this machine."""
-    control_with_prefill: Speedup | None
-    """The same of the whole call."""
-    best_static: str | None
-    """Name of the static contender that was chosen on validation prompts; None when none was."""
-    hindsight_static: str | None
-    """Name of the static contender of the largest speedup over plain on the test prompts, of those without failures and
-    with the plain text."""
-
 
 Figures = dict[tuple[str, str], list[PromptFigures]]
 
@@ -68,7 +52,7 @@ def figures_of(
 
     def modelled(key: tuple[str, str]) -> dict[int, tuple[float, float]]:
         own = (run for run in runs if (run.suite, run.policy) == key)
-        return modelled_seconds(own, costs, observed_features(known[key], out))
+        return modelled_seconds(own, costs, observed(known[key], out))
 
     return {key: with_modelled_seconds(each, modelled(key)) for key, each in figures.items()}
 
@@ -96,48 +80,13 @@ def table(figures: Figures, setup: Setup) -> list[BenchRow]:
     return [_row(each, figures, held[each.suite], setup) for each in setup.contenders]
 
 
-def baselines(figures: Figures, setup: Setup) -> list[Baselines]:
-    """What each suite's rows are held against, in the order of the setup."""
-    found = []
-    for suite in dict.fromkeys(each.suite for each in setup.contenders):
-        plain, again = figures.get((suite, PLAIN), []), figures.get((suite, CONTROL), [])
-        static = [c for c in setup.contenders if c.suite == suite and _is_static(c) and (suite, c.name) in figures]
-        temperature = float(setup.config.get("temperature") or 0.0)
-        speeds = {
-            c.name: faster.value
-            for c in static
-            if _is_sound(figures[suite, c.name], c, temperature)
-            and (faster := speedup(figures[suite, c.name], plain)) is not None
-        }
-        found.append(
-            Baselines(
-                suite=suite,
-                control=speedup(again, plain),
-                control_with_prefill=speedup(again, plain, with_prefill=True),
-                best_static=next((c.name for c in static if c.cost.evaluations), None),
-                hindsight_static=max(speeds, key=lambda name: speeds[name], default=None),
-            )
-        )
-    return found
-
-
-def _is_static(contender: ContenderSetup) -> bool:
-    return contender.kind == "policy" and contender.settings.partition(":")[0] == "static"
-
-
-def _is_sound(figures: Sequence[PromptFigures], contender: ContenderSetup, temperature: float) -> bool:
-    """Whether a contender failed nowhere and wrote the plain text."""
-    verdict, _, _ = _verdict(figures, contender, temperature)
-    return all(each.error is None for each in figures) and verdict in ("yes", "ties", "law")
-
-
 def _row(contender: ContenderSetup, figures: Figures, held: Baselines, setup: Setup) -> BenchRow:
     ours = figures.get((contender.suite, contender.name), [])
     planned = next((len(suite.test) for suite in setup.suites if suite.name == contender.suite), 0)
     never_ran = contender.failed is not None and not ours
     sound = [each for each in ours if each.error is None]
     decoded = [each for each in sound if each.counts]
-    exact, n_ties, n_wrong = _verdict(sound, contender, float(setup.config.get("temperature") or 0.0))
+    exact, n_ties, n_wrong = verdict(sound, contender, float(setup.config.get("temperature") or 0.0))
 
     def over(name: str | None, with_prefill: bool = False) -> Speedup | None:
         control = held.control_with_prefill if with_prefill else held.control
@@ -171,6 +120,9 @@ def _row(contender: ContenderSetup, figures: Figures, held: Baselines, setup: Se
         speedup_over_transformers_with_prefill=over(TRANSFORMERS, with_prefill=True),
         speedup_over_best_static=over(held.best_static),
         speedup_over_hindsight_static=over(held.hindsight_static),
+        speedup_over_best_lookup=over(held.best_lookup),
+        speedup_over_hindsight_lookup=over(held.hindsight_lookup),
+        speedup_over_prompt_lookup=over(held.prompt_lookup),
         rouge_reference=mean_rouge([each.rouge_reference for each in decoded if each.rouge_reference is not None]),
         rouge_plain=mean_rouge([each.rouge_plain for each in decoded if each.rouge_plain is not None]),
         repetition_share=_mean(each.repetition for each in decoded),
@@ -198,6 +150,7 @@ def _counted(decoded: Sequence[PromptFigures], setup: Setup) -> dict[str, Any]:
     seconds = {name: sum(each.sections.get(name, 0.0) for each in decoded) for name in SHARES}
     spent = sum(seconds.values())
     n_sublayers = 2 * int(setup.model["n_layers"])
+    sources = add_counts(each.sources for each in decoded)
     return {
         "acceptance_rate": _ratio(accepted, drafted),
         "acceptance_rate_by_prompt": _mean(each.acceptance_rate for each in decoded),
@@ -212,22 +165,12 @@ def _counted(decoded: Sequence[PromptFigures], setup: Setup) -> dict[str, Any]:
         "full_passes_a_token": _ratio(n_rounds, committed),
         "head_reads": int(head_reads),
         "head_reads_a_token": _ratio(head_reads, committed),
+        "round_shares": round_shares(sources) or None,
+        "token_shares": token_shares(sources) or None,
+        "acceptance_by_source": {name: each.acceptance_rate for name, each in sources.items() if name != "plain"},
         "time_shares": {name: each / spent for name, each in seconds.items()} if spent > 0 else None,
         "search_seconds": total(lambda f: f.sections.get("search", 0.0) / f.n_repeats),
     }
-
-
-def _verdict(
-    sound: Sequence[PromptFigures], contender: ContenderSetup, temperature: float
-) -> tuple[Exact | None, int, int]:
-    """What the texts are worth, and the positions of ties and of errors."""
-    ties = sum(tie for each in sound for _, _, tie in each.divergences)
-    wrong = sum(len(each.divergences) for each in sound) - ties
-    if not sound:
-        return None, 0, 0
-    if temperature:
-        return ("NO" if contender.lossy else "law"), 0, 0
-    return ("NO" if wrong else "ties" if ties else "yes"), ties, wrong
 
 
 def _modelled(decoded: Sequence[PromptFigures]) -> float | None:

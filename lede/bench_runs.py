@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from lede.atomic import write_atomically
+from lede.statistics import Source
 
 RUNS, SETUP, PROMPTS = "runs.jsonl", "setup.json", "prompts.jsonl"
 
@@ -25,10 +26,18 @@ CONTROL = "plain-again"
 """Plain decoding a second time: its ratio to `plain` shows what this machine cannot resolve."""
 TRANSFORMERS = "transformers"
 """The contender that is transformers' own `generate`; its text decides what is exact."""
+PROMPT_LOOKUP = "prompt-lookup"
+"""The contender that is transformers' own prompt lookup."""
 
 ContenderKind = Literal["plain", "policy", "external"]
 RoundCounts = tuple[int, int, int, int, int]
-"""Drafted, accepted and committed tokens, exit layer (0: none), skipped sublayers."""
+"""Drafted, accepted and committed tokens, exit layer (0: none), skipped sublayers; see `source_of`."""
+
+
+def source_of(counts: RoundCounts) -> Source | None:
+    """Where the draft of a round came from; None for a plain pass. Only copied tokens come from no layers at all."""
+    drafted, _, _, layer, skipped = counts
+    return None if not drafted else "exit" if layer else "gaps" if skipped else "lookup"
 
 
 @dataclass(frozen=True)

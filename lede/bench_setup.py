@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lede.suites import Suite
 
 RUNNERS_UP = 4
-"""Static settings that a sweep also decodes with, besides the one chosen on validation prompts."""
+"""Settings that a sweep also decodes with, besides the one chosen on validation prompts."""
 
 Tell = Callable[[str], None]
 """Shows a line of progress."""
@@ -181,11 +181,11 @@ def _others(
 ) -> list[Named | ContenderSetup]:
     """What a sweep and a preset add on a suite; where they can't be made, a contender that says why."""
     others: list[Named | ContenderSetup] = []
-    if config.sweep == "static":
+    for swept in dict.fromkeys(config.sweep):
         try:
-            others += sweep_contenders(tuners[suite].tune("static"), RUNNERS_UP)
+            others += sweep_contenders(tuners[suite].tune(swept), RUNNERS_UP)
         except CANNOT_RUN as error:
-            others.append(failed(suite, names["static"], "static", error))
+            others.append(failed(suite, names[swept], swept, error))
     if config.preset is not None:
         try:
             others += preset_contenders(config.preset, suite, tuners, names)

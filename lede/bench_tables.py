@@ -15,12 +15,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lede.bench_cells import COSTS, LENGTHS, NOTHING, SPEED, SUMMARY, TEXTS, TIMES, Column
+from lede.bench_cells import BY_SOURCE, COSTS, LENGTHS, NOTHING, OPTIONAL, SPEED, SUMMARY, TEXTS, TIMES, Column
 from lede.bench_row import BenchRow
 from lede.bench_runs import CONTROL, PLAIN
 from lede.bench_speed import FEWEST_PROMPTS, Speedup
 
-TABLES = {"speed": SPEED, "lengths and shares": (*LENGTHS, *TIMES), "costs": COSTS, "texts": TEXTS}
+TABLES = {
+    "speed": SPEED,
+    "lengths and shares": (*LENGTHS, *TIMES),
+    "rounds and tokens by source": BY_SOURCE,
+    "costs": COSTS,
+    "texts": TEXTS,
+}
 """The tables and their columns."""
 
 LEGEND = (
@@ -28,7 +34,8 @@ LEGEND = (
     "95 % bootstrap interval by prompt; median: of the prompts' own ratios. A ratio whose interval holds 1 or touches "
     "that of plain decoding against itself is not resolved, nor is any of fewer than "
     f"{FEWEST_PROMPTS} prompts. hf: transformers' generate; static: the static setting "
-    "chosen on validation prompts; rate: accepted / drafted tokens, pooled; tokens: written a round, the correction or "
+    "chosen on validation prompts; lookup: the static lookup chosen there; hf lookup: transformers' prompt lookup; "
+    "rate: accepted / drafted tokens, pooled; tokens: written a round, the correction or "
     "bonus token included; in brackets: not resolved; exact: same text as transformers' generate, "
     "(own): as lede's own plain decoding on prompts where transformers failed."
 )
@@ -48,6 +55,10 @@ class SuiteTables:
     """The fastest one on the test prompts."""
     rows: Sequence[BenchRow]
     """Its rows."""
+    best_lookup: str | None = None
+    """The static lookup chosen on validation prompts."""
+    hindsight_lookup: str | None = None
+    """The fastest one on the test prompts."""
 
     @property
     def ranking(self) -> list[BenchRow]:
@@ -80,6 +91,10 @@ class SuiteTables:
             notes.append(f"Best static on validation prompts: {self._described(self.best_static)}.")
         if self.hindsight_static is not None:
             notes.append(f"Best static in hindsight: {self._described(self.hindsight_static)}.")
+        if self.best_lookup is not None:
+            notes.append(f"Best static lookup on validation prompts: {self._described(self.best_lookup)}.")
+        if self.hindsight_lookup is not None:
+            notes.append(f"Best static lookup in hindsight: {self._described(self.hindsight_lookup)}.")
         return notes
 
     def settings(self) -> list[tuple[str, str]]:
@@ -120,13 +135,14 @@ def markdown(suites: Sequence[SuiteTables]) -> str:
     for suite in suites:
         parts.append(f"## {suite.name}\n\n{' '.join(suite.notes())}")
         for title, columns in TABLES.items():
-            parts.append(f"### {suite.name}: {title}\n\n{_lines(suite.ranking, columns)}")
+            if lines := _lines(suite.ranking, columns):
+                parts.append(f"### {suite.name}: {title}\n\n{lines}")
         if suite.apart:
             parts.append(
                 f"### {suite.name}: not the plain text (out of the ranking)\n\n"
                 "Texts that differ from plain decoding at no numerical tie, or contenders that make no promise."
             )
-            parts += [_lines(suite.apart, columns) for columns in TABLES.values()]
+            parts += [lines for columns in TABLES.values() if (lines := _lines(suite.apart, columns))]
         if suite.failed:
             parts.append("Failures:\n\n" + "\n".join(f"- {line}" for line in suite.failures()))
         if suite.cost_notes():
@@ -141,21 +157,25 @@ def markdown(suites: Sequence[SuiteTables]) -> str:
 def _summary(suite: SuiteTables) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     shown.add_column("policy", overflow="fold", min_width=12)
-    for column in SUMMARY:
+    every = [*suite.ranking, *suite.apart]
+    columns = [each for each in SUMMARY if each not in OPTIONAL or any(each.cell(row) != NOTHING for row in every)]
+    for column in columns:
         shown.add_column(column.short, justify="right", no_wrap=True)
     for rows in (suite.ranking, suite.apart):
         for row in rows:
-            cells = [column.cell(row).replace(", ", "\n") for column in SUMMARY]
+            cells = [column.cell(row).replace(", ", "\n") for column in columns]
             shown.add_row(Text(row.name), *cells, style=None if row.ranked else "red")
         shown.add_section()
     return shown
 
 
 def _lines(rows: Sequence[BenchRow], columns: Sequence[Column]) -> str:
-    """A table of the rows and columns that show anything."""
+    """A table of the rows and columns that show anything; empty where none does."""
     cells = {(row.name, column.short): column.cell(row) for row in rows for column in columns}
     used = [column.short for column in columns if any(cells[row.name, column.short] != NOTHING for row in rows)]
     told = [row.name for row in rows if any(cells[row.name, short] != NOTHING for short in used)]
+    if not told:
+        return ""
     head = ["policy", *(short.replace("\n", " ") for short in used)]
     lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", *["---:"] * len(used)]) + "|"]
     lines += ["| " + " | ".join([_bare(name), *(cells[name, short] for short in used)]) + " |" for name in told]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lede.prompts import Chat, check_lengths, encode_prompts, load_prompts
+from lede.round_sources import count_sources, round_shares, token_shares
 
 if TYPE_CHECKING:
     from lede.generation import GenerateOutput
@@ -141,6 +142,21 @@ def pooled(outputs: Sequence[GenerateOutput], n_layers: int) -> DecodingStats:
     return summarize(rounds, seconds, sum(out.stats.head_reads for out in outputs), len(outputs), n_layers)
 
 
+def by_source(outputs: Sequence[GenerateOutput]) -> dict[str, dict[str, Any]]:
+    """Rounds and their tokens by where the draft came from, over all sequences, with their shares and acceptance."""
+    found = count_sources((r.source, r.drafted, r.accepted, len(r.tokens)) for out in outputs for r in out.rounds)
+    of_rounds, of_tokens = round_shares(found), token_shares(found)
+    return {
+        source: {
+            **asdict(counts),
+            "round_share": of_rounds[source],
+            "token_share": of_tokens.get(source, 0.0),
+            "acceptance_rate": counts.acceptance_rate,
+        }
+        for source, counts in found.items()
+    }
+
+
 def _report(
     config: DeployConfig,
     model: EarlyExitModel,
@@ -155,6 +171,7 @@ def _report(
             "token_ids": out.sequences[0, len(prompt) :].tolist(),
             "finish_reason": out.finish_reason,
             "stats": out.stats.to_dict(),
+            "sources": by_source([out]),
         }
         for prompt, out in zip(ids, outputs, strict=True)
     ]
@@ -164,6 +181,7 @@ def _report(
         "policy": "plain" if policy is None else policy.kind,
         "n_prompts": len(outputs),
         **pooled(outputs, model.n_layers).to_dict(),
+        "sources": by_source(outputs),
         "config": settings,
     }
     return {"results": results, "summary": summary}
@@ -178,6 +196,18 @@ def _print_summary(summary: dict[str, Any]) -> None:
         f"[{summary['policy']}] {summary['tokens']} tokens of {summary['n_prompts']} prompt(s), "
         f"{show('tokens_per_second', 1)} tokens/s, acceptance {show('acceptance_rate')}, "
         f"accepted a round {show('mean_accepted_length')}, drafted {show('mean_draft_length')}, "
-        f"exit layer {show('mean_exit_layer')}, skipped share {show('mean_skipped_share')}",
+        f"exit layer {show('mean_exit_layer')}, skipped share {show('mean_skipped_share')}{_sources(summary)}",
         file=sys.stderr,
     )
+
+
+def _sources(summary: dict[str, Any]) -> str:
+    """Shares of rounds and tokens by source, where anything was drafted."""
+    found = summary["sources"]
+    if set(found) <= {"plain"}:
+        return ""
+    shares = [
+        f"{name} {100 * each['round_share']:.0f} % of rounds, {100 * each['token_share']:.0f} % of tokens"
+        for name, each in found.items()
+    ]
+    return f"; {'; '.join(shares)}"

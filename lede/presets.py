@@ -191,7 +191,7 @@ def transfer_table(rows: Sequence[BenchRow]) -> str:
 
 
 def sweep_contenders(tuned: Tuned, k: int) -> list[Named]:
-    """The next best static settings of a sweep, for the best in hindsight."""
+    """The next best settings of a sweep, for the best in hindsight."""
     return [Named(each.settings, each) for each in tuned.runners_up(k)]
 
 

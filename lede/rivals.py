@@ -22,7 +22,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from lede.bench_runs import TRANSFORMERS
+from lede.bench_runs import PROMPT_LOOKUP, TRANSFORMERS
 from lede.interleaving import Call, Contender, Decode, synchronize
 from lede.seeding import Purpose, torch_stream
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from lede.models import EarlyExitModel
 
 EARLY_EXIT = "assistant-early-exit"
-PROMPT_LOOKUP = "prompt-lookup"
 
 RIVALS: dict[str, tuple[str, str] | None] = {
     TRANSFORMERS: None,

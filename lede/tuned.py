@@ -10,7 +10,7 @@ from lede.bench_runs import Cost
 from lede.policies import Policy, parse_policy
 from lede.policy_cost import cost_of_folder
 from lede.rivals import is_rival
-from lede.tuning_grids import TUNED, space_of
+from lede.tuning_grids import FITTED, TUNED, space_of
 from lede.tuning_race import first_rung, halving_evaluations
 
 
@@ -69,7 +69,7 @@ def is_tuned(text: str) -> bool:
 
 def planned_evaluations(text: str, n_layers: int, n_prompts: int, max_new_tokens: int) -> int:
     """Evaluations that the first race of an argument needs; 0 where nothing is tuned by decoding."""
-    if not is_tuned(text) or text == "threshold":
+    if not is_tuned(text) or text in FITTED:
         return 0
     n_settings = len(space_of(text, n_layers, max_new_tokens).coarse)
     return halving_evaluations(n_settings, n_prompts, first_rung(n_settings, n_prompts, 0))

@@ -22,7 +22,7 @@ from lede.bench_runs import PLAIN, Cost
 from lede.policies import LayerSkippingPolicy, Policy, parse_policy
 from lede.rivals import is_rival
 from lede.tuned import Point, Tuned, as_it_is, budget_of, is_tuned
-from lede.tuning_grids import space_of, text_of, texts_space
+from lede.tuning_grids import FITTED, coarse_layers, space_of, text_of, texts_space
 from lede.tuning_log import TuningDecode, TuningLog, TuningRecord
 from lede.tuning_measure import EngineMeasure, Measure, Ready
 from lede.tuning_race import Evaluate, Race, Setting, Space
@@ -178,18 +178,25 @@ class Tuner:
         return Usage(**record.fit)
 
     def _space(self, text: str, record: TuningRecord) -> Space:
-        if text != "threshold":
+        if text not in FITTED:
             return space_of(text, self.model.n_layers, self.max_new_tokens)
         if record.fit is None:
-            from lede.threshold_candidates import fit_candidates
-
-            self._tell(f"fitting thresholds on {len(self.validation)} prompts")
-            record.fit = fit_candidates(
-                self.model, self.validation, self.max_new_tokens, self.temperature, self.seed
-            ).to_json()
+            self._tell(f"fitting {text} on {len(self.validation)} prompts")
+            record.fit = self._fit(text)
             record.seconds += record.fit["collecting_seconds"] + record.fit["search_seconds"]
             self._log.save()
         return texts_space(tuple(record.fit["texts"]))
+
+    def _fit(self, name: str) -> dict[str, Any]:
+        """The settings that are best on recorded texts, and what it took to know."""
+        given = self.model, self.validation, self.max_new_tokens, self.temperature, self.seed
+        if name == "lookup":
+            from lede.lookup_fit import fit_lookups
+
+            return fit_lookups(*given, layers=coarse_layers(self.model.n_layers)).to_json()
+        from lede.threshold_candidates import fit_candidates
+
+        return fit_candidates(*given).to_json()
 
     def _left(self, record: TuningRecord) -> int:
         """Decodes that the budget leaves after what was played on traces."""

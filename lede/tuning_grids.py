@@ -30,7 +30,12 @@ STOPS = (0.0, 0.2, 0.4, 0.6, 0.8)
 TEXT_SHARE = 4
 """The searches of swift and conflayers look at a window of at most this part of a text (1 / TEXT_SHARE)."""
 
-TUNED = ("static", "threshold", "draft-verify", "del", "swift", "conflayers", "assistant-early-exit", "prompt-lookup")
+FITTED = ("threshold", "lookup")
+"""Names whose settings are played on recorded texts first, so that only the best of them are raced by the clock."""
+TUNED = (
+    "static", "lookup", "threshold", "draft-verify", "del", "swift", "conflayers", "assistant-early-exit",
+    "prompt-lookup",
+)  # fmt: skip
 """Names that are tuned where they are given alone; everybody else is taken as it is."""
 
 
@@ -43,7 +48,7 @@ def space_of(name: str, n_layers: int, max_new_tokens: int) -> Space:
     """The settings to try for a policy given by name.
 
     Args:
-        name: One of `TUNED`, but for "threshold", which is fitted (`lede.threshold_fit`).
+        name: One of `TUNED`, but for those of `FITTED` (`lede.threshold_fit`, `lede.lookup_fit`).
         n_layers: Layers of the model.
         max_new_tokens: Budget of the texts, in tokens.
 

@@ -8,6 +8,7 @@ from lede.policies.ablated import AblatedConfig, AblatedPolicy
 from lede.policies.base import (
     ExitAt,
     LayerState,
+    Lookup,
     Policy,
     PolicyConfig,
     PreScan,
@@ -21,6 +22,8 @@ from lede.policies.draft_verify import DraftVerifyConfig, DraftVerifyPolicy
 from lede.policies.dynamic_exit_layer import DynamicExitLayerConfig, DynamicExitLayerPolicy
 from lede.policies.layer_skipping import LayerSkippingPolicy
 from lede.policies.learned import LearnedConfig, LearnedPolicy
+from lede.policies.lookup import LookupPolicy, LookupPolicyConfig
+from lede.policies.lookup_value import LookupValueConfig, LookupValuePolicy
 from lede.policies.random import RandomConfig, RandomPolicy
 from lede.policies.settings import settings_from_text
 from lede.policies.skip_search import SearchStep
@@ -44,6 +47,11 @@ __all__ = [
     "LayerState",
     "LearnedConfig",
     "LearnedPolicy",
+    "Lookup",
+    "LookupPolicy",
+    "LookupPolicyConfig",
+    "LookupValueConfig",
+    "LookupValuePolicy",
     "Policy",
     "PolicyConfig",
     "PreScan",
@@ -69,6 +77,7 @@ POLICIES: dict[str, type[Policy]] = {
     policy.kind: policy
     for policy in (
         StaticPolicy,
+        LookupPolicy,
         ThresholdPolicy,
         DraftVerifyPolicy,
         DynamicExitLayerPolicy,
@@ -77,12 +86,13 @@ POLICIES: dict[str, type[Policy]] = {
         RandomPolicy,
         LearnedPolicy,
         SurvivalPolicy,
+        LookupValuePolicy,
         AblatedPolicy,
     )
 }
 """Every policy by its kind."""
 
-_FITTED = (LearnedPolicy.kind, SurvivalPolicy.kind)
+_FITTED = (LearnedPolicy.kind, SurvivalPolicy.kind, LookupValuePolicy.kind)
 
 
 def parse_policy(text: str) -> Policy | None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lede.policies.base import ExitAt, LayerState, Policy, PolicyConfig, PreScan, PreScanState
+from lede.lookup import LookupConfig
+from lede.policies.base import ExitAt, LayerState, Lookup, Policy, PolicyConfig, PreScan, PreScanState
 from lede.policies.learned import LearnedPolicy
 from lede.policies.survival import SurvivalPolicy
 
@@ -112,7 +113,12 @@ class AblatedPolicy(Policy):
         """Forget what the base remembers."""
         self.base.reset()
 
-    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
+    @property
+    def lookup(self) -> LookupConfig | None:
+        """The base's."""
+        return self.base.lookup
+
+    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt | Lookup:
         """The fixed layer, or the base's answer."""
         if self._plan is not None and not isinstance(self.base, SurvivalPolicy):
             return self._plan

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lede.features import FeatureConfig, parse_candidates
-from lede.policies.base import BLIND, ExitAt, LayerState, Policy, PolicyConfig, PreScan, PreScanState
+from lede.lookup import LookupConfig
+from lede.policies.base import BLIND, ExitAt, LayerState, Lookup, Policy, PolicyConfig, PreScan, PreScanState
 from lede.q_network import Array, Layers, QNetwork, fold_normalisation
 from lede.rewards import CONTINUE, EXIT
 
@@ -27,14 +28,30 @@ class LearnedConfig(PolicyConfig):
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
     """The observation that the network was trained on."""
+    lookup: LookupConfig | None = None
+    """How the text is searched for drafts; None keeps no index."""
+    lookups: tuple[Lookup, ...] = ()
+    """Drafts from the text that the pre-scan chooses from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.lookups) != (self.lookup is not None):
+            raise ValueError(
+                f"lookups need to know how the text is searched, and the other way round; got lookup {self.lookup} and "
+                f"{len(self.lookups)} lookups"
+            )
+        if len(set(self.lookups)) != len(self.lookups):
+            raise ValueError(f"lookups must be distinct, got {list(self.lookups)}")
 
 
 class LearnedPolicy(Policy):
     """Exits where Q(EXIT) > Q(CONTINUE), and drafts on at the exit layer while that still holds; ties continue.
 
-    A network with two outputs always scans. One with 2 + K outputs, for K candidates, also decides the pre-scan, by the
-    largest of all its values: CONTINUE skips the draft, EXIT scans, 2 + k drafts blind at candidate k, and the lowest
-    of equals is taken. It must see which stage it is asked in.
+    A network with two outputs always scans. One with 2 + K + J outputs, for K candidates and J lookups, also decides
+    the pre-scan, by the largest of all its values: CONTINUE skips the draft, EXIT scans, 2 + k drafts blind at
+    candidate k, 2 + K + j drafts by `lookups[j]`, and the lowest of equals is taken. It must see which stage it is
+    asked in, unless it has no candidates (`candidates=()`): then it chooses among lookups and the skip alone, never
+    scans, and no head is ever read to decide.
 
     Made by `from_network` or loaded from a folder; without a network it refuses to run.
 
@@ -75,7 +92,7 @@ class LearnedPolicy(Policy):
         if fingerprint is not None:
             n_layers = int(fingerprint["architecture"]["n_layers"])
             given = settings.get("candidates", config.candidates if config is not None else None)
-            settings["candidates"] = parse_candidates(given, n_layers)
+            settings["candidates"] = () if given == () else parse_candidates(given, n_layers)
         policy = cls(config, **settings)
         policy._take(QNetwork(fold_normalisation(layers, mean, std)))
         policy.fingerprint = fingerprint
@@ -102,12 +119,27 @@ class LearnedPolicy(Policy):
         """Whether the network has values for the plans of the pre-scan."""
         return self._network is not None and self._network.n_outputs > BLIND
 
+    @property
+    def lookup(self) -> LookupConfig | None:
+        """How the text is searched for drafts."""
+        return self.config.lookup
+
+    def candidates_for(self, n_layers: int) -> tuple[int, ...]:
+        """Candidate layers on a model of `n_layers` layers; none where the policy drafts by lookup alone.
+
+        Raises:
+            ValueError: A candidate is outside 1..L-1.
+        """
+        return () if self.config.candidates == () else super().candidates_for(n_layers)
+
     def check_model(self, model: EarlyExitModel) -> None:
-        """Raise ValueError when a candidate is outside 1..L-1 or the policy has no network."""
+        """Raise ValueError when a layer that drafts or prunes is outside 1..L-1, or the policy has no network."""
         super().check_model(model)
+        for plan in self.config.lookups:
+            plan.check(model.n_layers)
         _ = self.network
 
-    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
+    def pre_scan(self, state: PreScanState) -> PreScan | ExitAt | Lookup:
         """The plan with the largest value; to scan where the network has no values for plans."""
         if not self.decides_pre_scan:
             return PreScan.SCAN
@@ -115,6 +147,9 @@ class LearnedPolicy(Policy):
         if action < BLIND:
             return PreScan.SCAN if action == EXIT else PreScan.SKIP
         assert self.config.candidates is not None  # or the network would have been refused
+        n_plans = BLIND + len(self.config.candidates)
+        if action >= n_plans:
+            return self.config.lookups[action - n_plans]
         return ExitAt(self.config.candidates[action - BLIND])
 
     def scan(self, state: LayerState) -> bool:
@@ -140,7 +175,7 @@ class LearnedPolicy(Policy):
         Args:
             observations: `(n, feature)`. The stage is told by `in_scan` and `in_draft`; where the observation has
                 neither, by `legal`, or it is no pre-scan.
-            legal: Actions that may be taken, `(n, 2 + K)`; None for all that the stage has.
+            legal: Actions that may be taken, `(n, action)`; None for all that the stage has.
 
         Raises:
             ValueError: The network has values for another number of plans.
@@ -154,6 +189,8 @@ class LearnedPolicy(Policy):
         flags = [self.features.names.index(name) for name in _FLAGS if name in self.features.names]
         if len(flags) == len(_FLAGS):
             before = ~(seen[:, flags] != 0).any(axis=1)
+        elif self.config.candidates == ():
+            before = np.ones(len(seen), dtype=np.bool_)
         else:
             before = np.zeros(len(seen), dtype=np.bool_) if legal is None else legal[:, BLIND:].any(axis=1)
         values[~before, BLIND:] = -np.inf
@@ -189,17 +226,28 @@ class LearnedPolicy(Policy):
         names = self.config.features.names
         if network.n_features != len(names):
             raise ValueError(f"the Q-network takes {network.n_features} features, the config names {list(names)}")
-        if network.n_outputs > BLIND:
-            n_plans, candidates = network.n_outputs - BLIND, self.config.candidates
-            if candidates is None or len(candidates) != n_plans:
+        candidates, n_lookups = self.config.candidates, len(self.config.lookups)
+        if network.n_outputs > BLIND or n_lookups or candidates == ():
+            n_plans = network.n_outputs - BLIND - n_lookups
+            if candidates is None or len(candidates) != n_plans or not candidates + self.config.lookups:
                 given = "none are given" if candidates is None else f"they are {list(candidates)}"
+                beside = f", beside {n_lookups} lookups" if n_lookups else ""
                 raise ValueError(
-                    f"a Q-network with {network.n_outputs} outputs decides the pre-scan among {n_plans} candidates, "
-                    f"but {given}"
+                    f"a Q-network with {network.n_outputs} outputs decides the pre-scan among {n_plans} candidates"
+                    f"{beside}, but {given}"
                 )
-            if not set(_FLAGS) <= set(names):
+            if candidates and not set(_FLAGS) <= set(names):
                 raise ValueError(
                     f"a Q-network with {network.n_outputs} outputs must see the stage: {' and '.join(_FLAGS)} belong "
                     f"to its features, which are {list(names)}"
                 )
+            if not candidates:
+                network = _without_scan(network)
         self._network = network
+
+
+def _without_scan(network: QNetwork) -> QNetwork:
+    """The network with a value of the scan that never is the largest."""
+    weight, bias = (part.copy() for part in network.layers[-1])
+    weight[EXIT], bias[EXIT] = 0, -1e30
+    return QNetwork([*network.layers[:-1], (weight, bias)])

@@ -104,7 +104,7 @@ def test_the_setup_tells_what_the_run_depends_on(finished: Path) -> None:
     assert set(suite.validation) == {0, 1}
     assert len(suite.agreement) == N_LAYERS
     assert suite.agreement[-1] == pytest.approx(1)
-    assert len(setup.verification_seconds) == 16
+    assert len(setup.verification_seconds) == 17
     assert (finished / PROFILE).exists()
     assert setup.config["policy"] == [STATIC]
     assert setup.config["max_new_tokens"] == N_TOKENS
@@ -299,7 +299,7 @@ def test_sampled_runs_repeat_with_other_luck(model: EarlyExitModel, prompts: Pat
 
 
 def test_names_are_tuned_on_validation_prompts_alone(model: EarlyExitModel, prompts: Path, tmp_path: Path) -> None:
-    settings = config(prompts, tmp_path / "out", policy=("static",), sweep="static", max_new_tokens=4)
+    settings = config(prompts, tmp_path / "out", policy=("static",), sweep=("static",), max_new_tokens=4)
     run_bench(settings, model)
     setup = read_setup(settings.out)
     found = {contender.name: contender for contender in setup.contenders}

@@ -51,7 +51,7 @@ def test_a_policy_whose_every_setting_fails_is_told_and_the_others_go_on(
         return made if policy is None else replace(made, decode=decode)
 
     monkeypatch.setattr(lede.tuning_measure, "lede_contender", contender)
-    settings = config(prompts, tmp_path / "out", policy=("swift", STATIC), preset="transfer", sweep="static")
+    settings = config(prompts, tmp_path / "out", policy=("swift", STATIC), preset="transfer", sweep=("static",))
     rows = {row["name"]: row for row in run_bench(settings, model)["rows"]}
     for name in ("swift", "static", "preset transfer"):
         assert rows[name]["n_failed"] == N_TEST
@@ -123,7 +123,7 @@ def test_nothing_draws_while_a_decode_is_timed() -> None:
         ({"suite": ("gsm8k:nowhere.jsonl",)}, r"cannot read nowhere\.jsonl: No such file"),
         ({"suite": ("mt-bench:x",)}, "there is no suite 'mt-bench:x'"),
         ({"policy": ("static",), "validation_prompts": 0}, "'static' is tuned on validation prompts, and"),
-        ({"sweep": "static", "validation_prompts": 0}, "'static' is tuned on validation prompts, and"),
+        ({"sweep": ("static",), "validation_prompts": 0}, "'static' is tuned on validation prompts, and"),
         ({"preset": "window", "validation_prompts": 0}, "what preset window adds is tuned on validation prompts"),
         ({"preset": "ablation"}, "the preset ablation takes a learned policy apart"),
     ],

@@ -9,12 +9,12 @@ import pytest
 
 from lede.bench_figures import prompt_figures
 from lede.bench_lineup import policy_folder
-from lede.bench_modelled import RoundCosts, modelled_seconds, observed_features
-from lede.bench_runs import RoundCounts
+from lede.bench_modelled import Observed, RoundCosts, modelled_seconds, observed
+from lede.bench_runs import PromptRun, RoundCounts
 from lede.break_even import break_even_acceptance, layers_in_use
 from lede.cost_model import CostModel, Costs
 from lede.features import FeatureConfig
-from lede.policies import ThresholdPolicy
+from lede.policies import Lookup, ThresholdPolicy
 from tests.lede.bench_examples import N_LAYERS, contender, failed, rounds, run
 
 LAYER, HEAD, POLICY = 1.0, 10.0, 100.0
@@ -28,9 +28,10 @@ def costs(**given: float) -> RoundCosts:
 
 
 def seconds(entries: tuple[RoundCounts, ...], head_reads: int, features: FeatureConfig | None = None) -> float:
+    seen = Observed(features, features is not None and "in_scan" in features.names)
     n_tokens = 1 + sum(entry[2] for entry in entries)
     done = run("drafting", token_ids=tuple(range(n_tokens)), rounds=entries, head_reads=head_reads)
-    return costs(policy=POLICY).seconds(done, features)
+    return costs(policy=POLICY).seconds(done, seen)
 
 
 def test_a_blind_round_is_its_layers_heads_and_verification() -> None:
@@ -59,16 +60,39 @@ def test_a_draft_with_gaps_is_charged_the_share_that_runs() -> None:
     assert seconds(rounds(1, drafted=3, layer=0, skipped=4), head_reads=3) == 3 * (6 + HEAD) + PLAIN
 
 
+COPIED: tuple[RoundCounts, ...] = ((4, 2, 3, 0, 0), (0, 0, 1, 0, 0), (2, 2, 2, 0, 0))
+"""Copies of 4 tokens and of 2, the last of which ended the text, and a plain pass between them."""
+PRICES = {"index": 1000.0, "propose": 2000.0, "layer_token": 4.0, "head_token": 3.0}
+
+
+def copied(head_reads: int) -> PromptRun:
+    return run("copies", token_ids=tuple(range(7)), rounds=COPIED, head_reads=head_reads)
+
+
+def test_copied_tokens_run_through_all_layers_at_once() -> None:
+    """Blocks of 5 tokens, 1 and 2; each further token 4 s a layer and 3 s of the head; 6 tokens are indexed."""
+    blocks = 3 * PLAIN + (4 + 0 + 1) * (4 * N_LAYERS + 3)
+    assert costs(**PRICES).seconds(copied(0), Observed(indexed=True)) == blocks + 2 * 2000 + 6 * 1000
+
+
+def test_copies_cut_at_a_layer_are_charged_their_full_length_below_it() -> None:
+    """Plans of 4 tokens cut at layer 2, by 15 reads three of them: one left nothing and looks like a plain pass."""
+    below, read = 3 * 2 * (1 + 4 * 4), 3 * (HEAD + 4 * 3)
+    above = 3 * (6 + HEAD) + (4 + 0 + 1) * (4 * 6 + 3)
+    found = costs(**PRICES).seconds(copied(15), Observed(indexed=True, pruned=Lookup(4, 2)))
+    assert found == below + read + above + 3 * 2000 + 6 * 1000
+
+
 def test_a_search_is_left_out() -> None:
     done = run(rounds=rounds(2), head_reads=400, sections={"search": 1.0}, token_ids=(1, 2, 3, 4))
-    assert costs().seconds(done, None) == 5 * 3 + 4 * HEAD + 5 + HEAD
+    assert costs().seconds(done, Observed()) == 5 * 3 + 4 * HEAD + 5 + HEAD
 
 
 def test_contexts_grow_with_the_text() -> None:
     """A second a layer and token of context: 3 tokens of prompt, then 4, then 5."""
     done = run(token_ids=(1, 2, 3, 4), rounds=((0, 0, 1, 0, 0),) * 3)
     by_context = costs(layer_context=1.0)
-    assert by_context.seconds(done, None) == by_context.plain_seconds(done) == 3 * PLAIN + N_LAYERS * (3 + 4 + 5)
+    assert by_context.seconds(done, Observed()) == by_context.plain_seconds(done) == 3 * PLAIN + N_LAYERS * (3 + 4 + 5)
 
 
 def test_modelled_seconds_are_means_over_repetitions() -> None:
@@ -80,16 +104,19 @@ def test_modelled_seconds_are_means_over_repetitions() -> None:
             failed("drafting", 2),
         ],
         costs(),
-        None,
+        Observed(),
     )
     assert found == {0: ((5 * 3 + 4 * HEAD + 5 + HEAD + 3 * PLAIN) / 2, 3 * PLAIN)}
 
 
 def test_what_policies_observe() -> None:
-    assert observed_features(contender("static", "static:exit_layer=2;draft_length=3")) is None
-    assert observed_features(contender("plain", kind="plain")) is None
-    assert observed_features(contender("gone", "/no/such/folder")) == FeatureConfig()
-    threshold = observed_features(contender("threshold", "threshold:candidates=2,4"))
+    assert observed(contender("static", "static:exit_layer=2;draft_length=3")) == Observed()
+    assert observed(contender("plain", kind="plain")) == Observed()
+    assert observed(contender("gone", "/no/such/folder")) == Observed(FeatureConfig())
+    assert observed(contender("copies", "lookup:draft_length=3")) == Observed(indexed=True)
+    cut = observed(contender("cuts", "lookup:draft_length=3;prune_at=2"))
+    assert cut == Observed(indexed=True, pruned=Lookup(3, 2))
+    threshold = observed(contender("threshold", "threshold:candidates=2,4")).features
     assert threshold is not None
     assert len(threshold.names) == 1
 
@@ -99,11 +126,11 @@ def test_the_copy_that_decoded_tells_what_it_observes(tmp_path: Path) -> None:
     found = contender("mine", "static:exit_layer=2;draft_length=3")
     copy = policy_folder(tmp_path, "code", "mine")
     ThresholdPolicy(measure="entropy", thresholds=0.5).save_pretrained(str(copy))
-    features = observed_features(found, tmp_path)
+    features = observed(found, tmp_path).features
     assert features is not None
     assert features.names == ("entropy",)
     (copy / "config.json").write_text("{")
-    assert observed_features(found, tmp_path) is None
+    assert observed(found, tmp_path) == Observed()
 
 
 def test_break_even_of_free_blocks() -> None:

@@ -67,6 +67,24 @@ def test_skipped_share_is_of_the_tokens_drafted_with_gaps() -> None:
     assert found.mean_exit_layer == 3.0
 
 
+def test_rounds_and_tokens_by_source() -> None:
+    """An exit of 4 drafted, copies of 8 and 2, a draft with gaps and two plain passes: 6 rounds, 15 tokens."""
+    first = (*rounds(3, drafted=4), (8, 5, 6, 0, 0), (0, 0, 1, 0, 0))
+    second = ((2, 0, 1, 0, 0), (0, 0, 1, 0, 0), *rounds(1, drafted=2, layer=0, skipped=4))
+    runs = [run("drafting", i, token_ids=range_of(9), rounds=each) for i, each in enumerate((first, second))]
+    found = row("drafting", [*runs, run(PLAIN, 0, rounds=((0, 0, 1, 0, 0),) * 4)], DRAFTING)
+    assert found.round_shares == {"exit": 1 / 6, "lookup": 2 / 6, "gaps": 1 / 6, "plain": 2 / 6}
+    assert found.token_shares == {"exit": 4 / 15, "lookup": 7 / 15, "gaps": 2 / 15, "plain": 2 / 15}
+    assert found.acceptance_by_source == {"exit": 3 / 4, "lookup": 5 / 10, "gaps": 1 / 2}
+    assert found.mean_exit_layer == 3.0
+    assert found.mean_skipped_share == 4 / 16
+    plain = row(PLAIN, [run(PLAIN, 0, rounds=((0, 0, 1, 0, 0),) * 4)], DRAFTING)
+    assert plain.round_shares == {"exit": 0.0, "lookup": 0.0, "gaps": 0.0, "plain": 1.0}
+    assert plain.acceptance_by_source == {}
+    external = row(TRANSFORMERS, [run(TRANSFORMERS, 0)], DRAFTING)
+    assert (external.round_shares, external.token_shares, external.acceptance_by_source) == (None, None, None)
+
+
 def test_speed_is_a_ratio_of_sums_with_the_median_beside_it() -> None:
     """4 tokens after the first in 1, 1 and 10 s against 2, 4 and 10 s of plain decoding."""
     seconds = {PLAIN: (2.0, 4.0, 10.0), "drafting": (1.0, 1.0, 10.0)}
@@ -163,6 +181,35 @@ def test_the_best_static_is_the_one_of_the_validation_prompts() -> None:
     assert drafting.speedup_over_best_static.value == 4.0
     assert drafting.speedup_over_hindsight_static.value == 2.0
     assert row("static", runs, found).speedup_over_hindsight_static is not None
+
+
+def test_lookups_are_held_against_lookups() -> None:
+    """The chosen one took 4 s, the runner-up 2 s, transformers' own 3 s or 6 s; static settings are none of them."""
+    chosen = contender("lookup", "lookup:draft_length=4", cost=COST)
+    other = contender("lookup:draft_length=2")
+    own = contender("prompt-lookup:tokens=3", kind="external")
+    tuned = contender("prompt-lookup", "prompt-lookup:tokens=8", kind="external", cost=COST)
+    static = contender("static", "static:exit_layer=3;draft_length=4", cost=COST)
+    runs = [run(PLAIN, 0, 8.0), run("lookup", 0, 4.0), run(other.name, 0, 2.0), run(own.name, 0, 6.0)]
+    runs += [run("static", 0, 5.0), run("drafting", 0, 1.0)]
+    found = setup(chosen, other, own, static, contender("drafting"))
+    drafting = row("drafting", runs, found)
+    ratios = [
+        drafting.speedup_over_best_lookup,
+        drafting.speedup_over_hindsight_lookup,
+        drafting.speedup_over_prompt_lookup,
+        drafting.speedup_over_best_static,
+    ]
+    assert [each and each.value for each in ratios] == [4.0, 2.0, 6.0, 5.0]
+    both = setup(chosen, other, own, tuned, static, contender("drafting"))
+    with_tuned = row("drafting", [*runs, run(tuned.name, 0, 3.0)], both)
+    assert with_tuned.speedup_over_prompt_lookup is not None
+    assert with_tuned.speedup_over_prompt_lookup.value == 3.0
+    (held,) = baselines(figures_of(runs, found), found)
+    assert (held.best_lookup, held.hindsight_lookup) == ("lookup", other.name)
+    assert (held.prompt_lookup, held.best_static, held.hindsight_static) == (own.name, "static", "static")
+    alone = row("drafting", [run(PLAIN), run("drafting")], DRAFTING)
+    assert (alone.speedup_over_best_lookup, alone.speedup_over_prompt_lookup) == (None, None)
 
 
 def test_the_best_in_hindsight_failed_nowhere_and_wrote_the_plain_text() -> None:

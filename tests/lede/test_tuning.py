@@ -16,7 +16,7 @@ from lede.models import EarlyExitModel
 from lede.policies import DraftVerifyPolicy, LayerSkippingPolicy, StaticPolicy, parse_policy
 from lede.tuned import planned_evaluations
 from lede.tuning import Tuner, as_it_is, budget_of, check_disjoint, is_tuned, tune
-from lede.tuning_grids import LOOKUPS, TUNED, coarse_layers, space_of, text_of
+from lede.tuning_grids import FITTED, LOOKUPS, TUNED, coarse_layers, space_of, text_of
 from lede.tuning_log import TUNING
 from lede.tuning_measure import Ready
 from tests.tiny_models import N_LAYERS, prompt, tiny_model
@@ -79,7 +79,7 @@ def test_runners_up_are_contenders_at_no_cost_of_their_own() -> None:
     assert all(isinstance(each.policy, StaticPolicy) and each.cost == Cost() for each in others)
 
 
-@pytest.mark.parametrize("name", [name for name in TUNED if name != "threshold"])
+@pytest.mark.parametrize("name", [name for name in TUNED if name not in FITTED])
 @pytest.mark.parametrize("n_layers", [6, 16, 30])
 def test_every_grid_holds_policies_that_parse(name: str, n_layers: int) -> None:
     space = space_of(name, n_layers, max_new_tokens=64)
