@@ -8,6 +8,7 @@ place for lies beside its own file, in `data/lede.hdf5` (`lede.buffers.companion
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,7 +27,6 @@ from lede.rewards import RewardConfig
 
 if TYPE_CHECKING:
     import h5py
-    from gymnasium.envs.registration import EnvSpec
     from minari.data_collector import EpisodeBuffer
 
 DATA = "data"
@@ -71,16 +71,16 @@ def write_minari_folder(
     """
     import h5py
     import minari
-    from gymnasium import spaces
     from minari.dataset.minari_storage import MinariStorage
+    from minari.serialization import deserialize_space
 
     folder = folder.absolute()  # Minari joins a relative path to itself
     low, high = settings.features.bounds(settings.n_layers, settings.vocab_size)
+    box = {"type": "Box", "dtype": "float32", "shape": list(low.shape), "low": low.tolist(), "high": high.tolist()}
     storage = MinariStorage.new(
         folder / DATA,
-        observation_space=spaces.Box(low, high, dtype=np.float32),
-        action_space=spaces.Discrete(2),
-        env_spec=_env_spec(settings, episode),
+        observation_space=deserialize_space(json.dumps(box)),
+        action_space=deserialize_space(json.dumps({"type": "Discrete", "dtype": "int64", "start": 0, "n": 2})),
     )
     storage.update_metadata(
         {
@@ -88,6 +88,7 @@ def write_minari_folder(
             "minari_version": minari.__version__,
             "algorithm_name": settings.explore or "unknown",
             "description": f"Early-exit decisions on {settings.model}, an episode a {episode}",
+            **_environment(settings, episode),
         }
     )
     n = 0
@@ -135,22 +136,23 @@ def read_minari_folder(folder: Path, companion: h5py.File) -> tuple[StoreSetting
     return reader.settings, reader.rollouts(_episodes(folder))
 
 
-def _env_spec(settings: StoreSettings, episode: Episodes) -> EnvSpec | None:
-    from gymnasium.envs.registration import EnvSpec
-
+def _environment(settings: StoreSettings, episode: Episodes) -> dict[str, str]:
+    """The entry that tells how to make the environment, as gymnasium's own JSON; none where JSON can't say it."""
     if settings.features != FeatureConfig() or settings.reward != RewardConfig():
-        return None
+        return {}
     same = ("model", "max_new_tokens", "temperature", "top_k", "top_p", "chat")
-    return EnvSpec(
-        _ENV_ID,
-        entry_point=f"{_ENV_MODULE}:LayerExitEnv",
-        vector_entry_point=f"{_ENV_MODULE}_vector:LayerExitVectorEnv",
-        kwargs={
+    spec = {
+        "id": _ENV_ID,
+        "entry_point": f"{_ENV_MODULE}:LayerExitEnv",
+        "vector_entry_point": f"{_ENV_MODULE}_vector:LayerExitVectorEnv",
+        "kwargs": {
             **{name: getattr(settings, name) for name in same},
             "candidates": list(settings.candidates),
             "episode": episode,
         },
-    )
+        "additional_wrappers": [],
+    }
+    return {"env_spec": json.dumps(spec)}
 
 
 def _episode(rollout: PromptRollout, cut: Cut, settings: StoreSettings) -> EpisodeBuffer:

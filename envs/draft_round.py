@@ -104,7 +104,7 @@ class DraftRoundEnv(gymnasium.Env[Observation, np.int64]):
     `gymnasium.make_vec("lede/DraftRound-v0", num_envs=n)` gives `DraftRoundVectorEnv`, which steps n lanes at once.
 
     ## Version History
-    - v0: first version.
+    - v0: first version; `lede/DraftRound-v1` adds drafts copied from the text (`DraftSourceEnv`).
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # gymnasium calls it no ClassVar
@@ -124,9 +124,11 @@ class DraftRoundEnv(gymnasium.Env[Observation, np.int64]):
     ) -> None:
         if render_mode is not None:
             raise ValueError(f"nothing is rendered; leave out render_mode, got '{render_mode}'")
-        self.lanes = RoundLanes(
-            traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, n_lanes=1
-        )
+        self._begin(RoundLanes(traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, 1))
+
+    def _begin(self, lanes: RoundLanes) -> None:
+        """Take over a lane that nobody has stepped yet."""
+        self.lanes = lanes
         self.observation_space = spaces.Box(*self.lanes.bounds, dtype=np.float32)
         self.action_space = spaces.Discrete(self.lanes.n_actions)
         self._fresh = True

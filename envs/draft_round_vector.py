@@ -51,14 +51,17 @@ class DraftRoundVectorEnv(gymnasium.vector.VectorEnv[Observations, npt.NDArray[n
     ) -> None:
         if render_mode is not None:
             raise ValueError(f"nothing is rendered; leave out render_mode, got '{render_mode}'")
-        self.lanes = RoundLanes(
-            traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, num_envs
+        self._begin(
+            RoundLanes(traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, num_envs)
         )
-        self.num_envs = num_envs
+
+    def _begin(self, lanes: RoundLanes) -> None:
+        """Take over lanes that nobody has stepped yet."""
+        self.lanes, self.num_envs = lanes, lanes.n_lanes
         self.single_observation_space = spaces.Box(*self.lanes.bounds, dtype=np.float32)
         self.single_action_space = spaces.Discrete(self.lanes.n_actions)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._fresh = True
 
     @property

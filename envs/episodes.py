@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lede.envs.prompt_queue import PromptOrder as PromptOrder  # for the environments, beside EpisodeKind
 from lede.envs.prompt_queue import PromptQueue
-from lede.envs.rows import BETWEEN_TOKENS, Decision, Rules
+from lede.envs.rows import BETWEEN_TOKENS, Decision, Row, Rules
 from lede.envs.walk import LayerWalk
 from lede.features import FeatureConfig, parse_candidates
 from lede.models import EarlyExitModel, load_model
@@ -161,6 +161,10 @@ class Episodes:
     def info(self, row: int) -> dict[str, Any]:
         """What is told beside the observation of one row."""
         return {key: int(values[row]) for key, values in self.infos.items()}
+
+    def text(self, row: int) -> Row:
+        """The prompt that a row stands in, and its text so far."""
+        return self._started().row(row)
 
     def _started(self) -> LayerWalk:
         assert self._walk is not None, "reset comes before everything else"

@@ -17,11 +17,14 @@ from lede.draft_rounds import DraftRounds, Stage, StepResult
 from lede.envs.episodes import PromptOrder
 from lede.envs.prompt_queue import PromptQueue
 from lede.envs.trace_source import TraceSource
-from lede.features import WALL_CLOCK_FEATURES, FeatureConfig
+from lede.features import LOOKUP_FEATURES, WALL_CLOCK_FEATURES, FeatureConfig
 from lede.fingerprints import compare_fingerprints
-from lede.policies.base import BLIND
+from lede.lookup import LookupConfig
+from lede.lookup_table import lookups_of
+from lede.policies.base import BLIND, Lookup
 from lede.rewards import EXIT
 from lede.simulation import plain_seconds
+from lede.training_sources import COPYING_FEATURES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +61,9 @@ class RoundLanes:
         order: Of the prompts.
         vocab_size: Entries of the vocabulary, for traces in memory.
         n_lanes: Lanes.
+        lookup: How the text is searched for drafts; None where it drafts none.
+        lookups: Drafts from the text to choose from.
+        exits: Whether layers may draft; needs lookups if not.
 
     Raises:
         ValueError: A setting is out of range, or the profile is of another model than the traces.
@@ -75,6 +81,9 @@ class RoundLanes:
         order: PromptOrder,
         vocab_size: int | None,
         n_lanes: int,
+        lookup: LookupConfig | None = None,
+        lookups: Sequence[Lookup] = (),
+        exits: bool = True,
     ) -> None:
         if episode not in get_args(EpisodeUnit):
             raise ValueError(f"episode must be one of {', '.join(get_args(EpisodeUnit))}, got '{episode}'")
@@ -89,9 +98,14 @@ class RoundLanes:
                 "for a draft; it takes at least 3"
             )
         self.table = source.table
-        self.features = features or replace(source.settings.features, names=WALL_CLOCK_FEATURES)
+        names = (*WALL_CLOCK_FEATURES, *LOOKUP_FEATURES) if lookups else WALL_CLOCK_FEATURES
+        self.features = features or replace(source.settings.features, names=names if exits else COPYING_FEATURES)
         model = _cost_model(profile, source)
-        self.costs = CostTables(model, source.settings.candidates, self.table.max_context, max_draft)
+        layers = source.settings.candidates if exits else ()
+        self.costs = CostTables(model, layers, self.table.max_context, max_draft)
+        longest = max((plan.length for plan in lookups), default=1)
+        self._lookup = None if lookup is None else lookups_of(self.table, lookup, longest)
+        self._lookups = tuple(lookups)
         self.plain_rate = float(self.table.n_decided.sum() / plain_seconds(self.table, self.costs).sum())
         self.set_rate(rate)
         self.episode = episode
@@ -108,6 +122,8 @@ class RoundLanes:
             **{key: np.full(shape, -1, dtype=np.int64) for key in ("n_drafted", "n_accepted")},
             "action_mask": np.zeros((n_lanes, self.n_actions), dtype=np.int8),
         }
+        if lookups:
+            self.infos["source"] = np.full(shape, -1, dtype=np.int64)
 
     @property
     def n_actions(self) -> int:
@@ -169,6 +185,9 @@ class RoundLanes:
         everywhere[lanes] = actions
         n_drafted, n_accepted = self._draft_after(everywhere)
         result = self._step(lanes, everywhere)
+        copies = everywhere >= BLIND + self.rounds.candidates.size
+        n_drafted = np.where(copies, result.copied, n_drafted)
+        n_accepted = np.where(copies, result.copies_accepted, n_accepted)
         terminated = (result.done if self.episode == "prompt" else result.round_end)[lanes]
         self.ended[lanes] = terminated
         self._show(lanes[~terminated])  # a terminated episode has no next state: its last one stays in view
@@ -177,6 +196,9 @@ class RoundLanes:
         self.infos["seconds"][lanes] = result.seconds[lanes]
         self.infos["n_drafted"][lanes] = np.where(round_end, n_drafted[lanes], -1)
         self.infos["n_accepted"][lanes] = np.where(round_end, n_accepted[lanes], -1)
+        if self._lookups:
+            which = np.where(n_drafted == 0, 0, np.where(copies, 2, 1))
+            self.infos["source"][lanes] = np.where(round_end, which[lanes], -1)
         return result.tokens[lanes] - self.rate * result.seconds[lanes], terminated
 
     def look(self) -> None:
@@ -194,14 +216,17 @@ class RoundLanes:
     def legal_actions(self, lane: int) -> str:
         """The stage of a lane and what is legal there, in words."""
         stage = Stage(int(self.infos["stage"][lane]))
-        words = (*_ACTIONS[stage], *(f"draft blind at layer {layer}" for layer in self.costs.candidates))
+        blind = (f"draft blind at layer {layer}" for layer in self.costs.candidates)
+        words = (*_ACTIONS[stage], *blind, *map(_copying, self._lookups))
         legal = ", ".join(f"{a} ({words[a]})" for a in np.flatnonzero(self.infos["action_mask"][lane]))
         return f"in the {stage.name.lower().replace('_', '-')} they are {legal}"
 
     def _begin(self, seed: int) -> None:
         # as in decoding: a policy that can't tell the stages apart isn't asked before the scan
-        decides = "in_scan" in self.features.names
-        self.rounds = DraftRounds(self.table, self.costs, self.features, decides_pre_scan=decides, seed=seed)
+        decides = "in_scan" in self.features.names or not self.costs.candidates
+        self.rounds = DraftRounds(
+            self.table, self.costs, self.features, decides, seed, lookup=self._lookup, lookups=self._lookups
+        )
         self.rounds.start(np.zeros(self.n_lanes, dtype=np.int64))
         self._matches = self.table.matches(self.rounds.candidates - 1, seed)
 
@@ -218,7 +243,9 @@ class RoundLanes:
     def _draft_after(self, actions: Lanes) -> tuple[Lanes, Lanes]:
         """Tokens drafted in each lane's round, and accepted if it ends, once `actions` are taken, `(lane,)` each."""
         rounds = self.rounds
-        blind = actions >= BLIND
+        if not rounds.candidates.size:
+            return rounds.n_drafted, rounds.n_accepted
+        blind = (actions >= BLIND) & (actions < BLIND + rounds.candidates.size)
         drafts = blind | ((actions == EXIT) & (rounds.stage != Stage.PRE_SCAN))
         candidate = np.where(blind, actions - BLIND, rounds.candidate)
         right = drafts & (rounds.n_accepted == rounds.n_drafted) & self._matches[rounds.row, candidate]
@@ -240,6 +267,13 @@ class RoundLanes:
         self.infos["seconds"][lanes] = 0
         self.infos["n_drafted"][lanes] = -1
         self.infos["n_accepted"][lanes] = -1
+        if self._lookups:
+            self.infos["source"][lanes] = -1
+
+
+def _copying(plan: Lookup) -> str:
+    pruned = "" if plan.prune_at is None else f", pruned at layer {plan.prune_at}"
+    return f"copy up to {plan.length} tokens{pruned}"
 
 
 def _cost_model(profile: Profile, source: TraceSource) -> CostModel:

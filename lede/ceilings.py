@@ -7,6 +7,8 @@ decisions of each prompt,
 
     S(t) = min(plain(t) + S(t + 1), min over l, n of round(t, l, n) + S(t + tokens)),    S(end) = 0.
 
+Where the text itself may draft (`lede.lookup_table`), it is one more l, right for as long as its proposal is.
+
 With gamma = 1 and a price of lambda tokens a second, V(t) = tokens left - lambda S(t).
 """
 
@@ -21,6 +23,8 @@ import numpy.typing as npt
 
 from lede.cost_model import CostModel
 from lede.cost_tables import CostTables
+from lede.lookup_costs import LookupCosts
+from lede.lookup_table import LookupTable
 from lede.trace_table import Ints, TraceTable
 
 Array = npt.NDArray[np.float64]
@@ -39,7 +43,9 @@ class Ceiling:
     exit_layer: float | None
     """Mean exit layer of the rounds that draft; None where none does."""
     layer_shares: dict[int, float]
-    """Share of rounds by exit layer; 0 stands for plain passes."""
+    """Share of rounds by exit layer; 0 stands for plain passes and lookups."""
+    lookup_share: float = 0.0
+    """Share of rounds that draft by lookup."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +69,18 @@ class Clairvoyant:
     leaves no room for a draft."""
     draft_length: Ints  # (row, candidate)
     """Tokens of that draft."""
+    lookup_value: Array  # (row,)
+    """The same after the best draft from the text; infinite where it proposes nothing, or may not."""
+    lookup_length: Ints  # (row,)
+    """Tokens of that draft."""
+    lookup_seconds: Array  # (q, context)
+    """Seconds of a round that verifies a draft from the text, q tokens in all; column 0 is unused."""
 
     @cached_property
     def value(self) -> Array:
         """S of each decision, `(row,)`: the fewest seconds to the end of the text."""
-        return np.asarray(np.minimum(self.plain_value, self.draft_value.min(axis=1)))
+        drafts = self.draft_value.min(axis=1, initial=np.inf)
+        return np.asarray(np.minimum(np.minimum(self.plain_value, drafts), self.lookup_value))
 
     def value_at(self, prompt: Ints, decision: Ints) -> Array:
         """S of decisions that may lie behind the end of their text, where it is 0."""
@@ -88,16 +101,21 @@ class Clairvoyant:
 
     @cached_property
     def plan(self) -> tuple[Ints, Ints]:
-        """Exit layer (0 for a plain pass) and tokens drafted in each round, `(round,)`, rounds in no order."""
+        """Exit layer (0 for none) and tokens drafted in each round, `(round,)`, rounds in no order.
+
+        Tokens without a layer are drafted by lookup.
+        """
         layers, lengths = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-        layer_of = np.asarray(self.candidates, dtype=np.int64)
+        layer_of = np.asarray((*self.candidates, 0), dtype=np.int64)  # the last one is the text
         prompt = np.flatnonzero(self.table.n_decided > 0)
         decision = np.ones_like(prompt)
         while prompt.size:
             row = self.table.first_row[prompt] + decision - 1
-            best = self.draft_value[row].argmin(axis=1)
-            drafts = self.draft_value[row, best] < self.plain_value[row]
-            n = np.where(drafts, self.draft_length[row, best], 0)
+            drafting = np.concatenate((self.draft_value[row], self.lookup_value[row][:, None]), axis=1)
+            best = drafting.argmin(axis=1)
+            drafts = drafting[np.arange(row.size), best] < self.plain_value[row]
+            length = np.concatenate((self.draft_length[row], self.lookup_length[row][:, None]), axis=1)
+            n = np.where(drafts, length[np.arange(row.size), best], 0)
             layers.append(np.where(drafts, layer_of[best], 0))
             lengths.append(n)
             decision = decision + n + 1  # behind an end of sequence one too far, which ends the prompt all the same
@@ -108,14 +126,15 @@ class Clairvoyant:
     def summary(self) -> Ceiling:
         """The ceiling in figures."""
         layer, length = self.plan
-        drafts = layer > 0
+        drafts, exits = length > 0, layer > 0
         layers, counts = np.unique(layer, return_counts=True)
         return Ceiling(
             rate=self.rate,
             speedup=float(self.plain_seconds.sum() / self.seconds.sum()),
             draft_length=float(length[drafts].mean()) if drafts.any() else None,
-            exit_layer=float(layer[drafts].mean()) if drafts.any() else None,
+            exit_layer=float(layer[exits].mean()) if exits.any() else None,
             layer_shares={int(each): float(n / layer.size) for each, n in zip(layers, counts, strict=True)},
+            lookup_share=float((drafts & ~exits).mean()),
         )
 
 
@@ -139,7 +158,12 @@ def blind_seconds(tables: CostTables) -> Array:
 
 
 def solve(
-    table: TraceTable, costs: CostModel, candidates: Sequence[int], max_draft: int = 12, seed: int = 0
+    table: TraceTable,
+    costs: CostModel,
+    candidates: Sequence[int],
+    max_draft: int = 12,
+    seed: int = 0,
+    lookup: LookupTable | None = None,
 ) -> Clairvoyant:
     """The clairvoyant's values, exactly.
 
@@ -149,11 +173,15 @@ def solve(
         candidates: Layers that may draft, ascending.
         max_draft: Most tokens drafted in a round.
         seed: Of the acceptance of sampled drafts; give the simulation's.
+        lookup: What the text drafts, to any length that was looked up; None where it may not. An index of the text is
+            taken to cost nothing.
 
     Raises:
-        ValueError: A candidate is outside 1..L-1, or a text stops before its budget without an end of sequence.
+        ValueError: There is nothing that may draft, a candidate is outside 1..L-1, or a text stops before its budget
+            without an end of sequence.
     """
-    if not candidates or min(candidates) < 1 or max(candidates) >= table.n_layers:
+    none = not candidates and lookup is None
+    if none or min(candidates, default=1) < 1 or max(candidates, default=1) >= table.n_layers:
         raise ValueError(f"candidates {list(candidates)} must be layers within 1..{table.n_layers - 1}")
     short = (table.n_decided > 0) & ~table.ended_by_eos & (table.n_decided < table.max_new_tokens - 1)
     if short.any():
@@ -171,7 +199,11 @@ def solve(
     draft_length = np.ones((n_rows, columns.size), dtype=np.int64)
     lengths = np.arange(1, max_draft + 1)[:, None]
     n_decided, last = table.n_decided, int(table.n_decided.max())
-    left = np.zeros((last + max_draft + 3, table.n_prompts))  # S by decision, 0 behind the end
+    longest = 0 if lookup is None else lookup.most
+    left = np.zeros((last + max(max_draft, longest) + 3, table.n_prompts))  # S by decision, 0 behind the end
+    copying = _copying_seconds(costs, table.max_context, longest)
+    lookup_value, lookup_length = np.full(n_rows, np.inf), np.ones(n_rows, dtype=np.int64)
+    copied = np.arange(1, longest + 1)[:, None]
     run = np.zeros((columns.size, table.n_prompts), dtype=np.int64)  # matches from here on
     for t in range(last, 0, -1):
         lanes = np.flatnonzero(n_decided >= t)
@@ -191,7 +223,18 @@ def solve(
         best = after.argmin(axis=1)  # (candidate, lane)
         draft_length[row] = best.T + 1
         draft_value[row] = np.take_along_axis(after, best[:, None], axis=1)[:, 0].T
-        left[t, lanes] = np.minimum(plain_value[row], draft_value[row].min(axis=1))
+        left[t, lanes] = np.minimum(plain_value[row], draft_value[row].min(axis=1, initial=np.inf))
+        if lookup is None:
+            continue
+        ends = table.ended_by_eos[lanes] & (to_end == copied)  # (copied, lane)
+        seconds = np.where(ends, copying[1:-1, context], copying[2:, context])
+        after = seconds + np.where(ends, 0.0, left[t + 1 + copied, lanes])
+        after[copied > np.minimum(lookup.run[row], room)] = np.inf
+        astray = (lookup.run[row] == 0) & (room >= 1) & (lookup.proposed[row] > 0)
+        after[0, astray] = (copying[2, context] + left[t + 1, lanes])[astray]
+        best = after.argmin(axis=0)
+        lookup_length[row], lookup_value[row] = best + 1, after[best, np.arange(lanes.size)]
+        left[t, lanes] = np.minimum(left[t, lanes], lookup_value[row])
     return Clairvoyant(
         table=table,
         candidates=tuple(int(each) for each in candidates),
@@ -201,4 +244,14 @@ def solve(
         plain_value=plain_value,
         draft_value=draft_value,
         draft_length=draft_length,
+        lookup_value=lookup_value,
+        lookup_length=lookup_length,
+        lookup_seconds=copying,
     )
+
+
+def _copying_seconds(costs: CostModel, max_context: int, longest: int) -> Array:
+    """Seconds of rounds that verify a draft from the text, `(q, context)`."""
+    priced, contexts = LookupCosts(costs, max_context), np.arange(max_context + 1)
+    rows = [priced.unpruned(np.full(contexts.size, q), contexts) for q in range(1, longest + 2)]
+    return np.stack([np.full(contexts.size, np.inf), *rows])

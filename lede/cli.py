@@ -24,6 +24,9 @@ _EXTRAS = {
     "gymnasium": "collect",
     "zarr": "collect",
     "d3rlpy": "train",
+    "h5py": "train",
+    "minari": "minari",
+    "ray": "ray",
     "tensorboard": "train",
     "matplotlib": "train",
     "rouge_score": "bench",
@@ -71,6 +74,14 @@ COMMANDS: dict[str, Command] = {
     "bench": Command("lede.bench", "BenchConfig", "run_bench", "measure policies and rivals side by side"),
     "compare": Command("lede.comparison", "CompareConfig", "compare", "say how two benchmark reports differ"),
     "buffer info": Command("lede.buffers.inspection", "InfoConfig", "show_info", "say what a store holds"),
+    "buffer check": Command("lede.buffers.checking", "CheckConfig", "check_buffer", "find damage in a store"),
+    "buffer repair": Command("lede.buffers.repairing", "RepairConfig", "repair_buffer", "drop what is damaged"),
+    "buffer merge": Command("lede.buffers.merging", "MergeConfig", "merge_buffers", "make one store of several"),
+    "buffer split": Command("lede.buffers.splitting", "SplitConfig", "split_buffer", "hold out a part of a store"),
+    "buffer export": Command(
+        "lede.buffers.exporting", "ExportConfig", "export_buffer", "write d3rlpy's or Minari's files"
+    ),
+    "buffer import": Command("lede.buffers.importing", "ImportConfig", "import_buffer", "make a store of such files"),
     "env": Command("lede.environment", "EnvConfig", "show_environment", "print versions and devices for bug reports"),
 }
 

@@ -19,14 +19,15 @@ from lede.cost_model import Kind, Measurement
 from lede.features import CALIBRATED_FEATURES, ConfidenceTrace, FeatureConfig
 from lede.forecast import N_WEIGHTS, Forecast
 from lede.history import History
+from lede.lookup import LookupConfig, LookupIndex
 from lede.models import EarlyExitModel
 from lede.observer import Observation, Observer
 from lede.policies.base import LayerState
 from lede.policies.learned import LearnedPolicy
 from lede.verification import Chooser, TorchSource, Warp
 
-MAX_Q = 16
-"""Most tokens in a verification that is timed."""
+MAX_Q = 17
+"""Most tokens in a verification that is timed: the newest token of the text, and 16 copied ones."""
 
 _HIDDEN = (64, 64)
 _NAMES: dict[Kind, tuple[str, ...]] = {
@@ -35,6 +36,7 @@ _NAMES: dict[Kind, tuple[str, ...]] = {
     "features_top_k": tuple("confidence" if name == "entropy" else name for name in CALIBRATED_FEATURES),
 }
 """Observations that differ in what is read off the logits and hardly in anything else."""
+_REPEATING = 64  # distinct n-grams of the text whose index is timed
 _CHUNK = 512  # tokens of a prefill at once, which bounds the memory of its masks
 
 
@@ -97,6 +99,7 @@ class Workbench:
             network, features=features["features_entropy"], candidates=self.candidates
         )
         self._chooser = Chooser(Warp(), TorchSource(torch.Generator()))
+        self._index = LookupIndex(LookupConfig(), [n % _REPEATING for n in range(max(*contexts, _REPEATING) + 1)])
         # the whole model's own choices, so that acceptance goes through the whole draft
         self._drafted = self._logits.float().argmax(-1).tolist()
 
@@ -113,6 +116,8 @@ class Workbench:
             **{kind: (partial(self._look, kind), (pass_on, read)) for kind in _NAMES},
             "policy": (partial(self._policy.scan, state), (pass_on, read, look)),
             "choose": (self._choose, (pass_on, read)),
+            "index": (self._extend, (pass_on,)),
+            "propose": (partial(self._index.propose, MAX_Q - 1), (pass_on,)),
         }
         found = [Case(kind, 0, 0, 1, 0, run, before=before) for kind, (run, before) in decisions.items()]
         for q in range(1, MAX_Q + 1):
@@ -211,6 +216,11 @@ class Workbench:
     def _accept(self, q: int) -> Callable[[], object]:
         drafted, nothing = self._drafted[: q - 1], [None] * (q - 1)
         return lambda: self._chooser.verify(self._logits, drafted, nothing, ())
+
+    def _extend(self) -> None:
+        """One more token, and the search for what then is the end of the text."""
+        self._index.extend((len(self._index.tokens) % _REPEATING,))
+        self._index.match()
 
     def _verify(self, layer: int, q: int, context: int) -> Callable[[], object]:
         model, cache, states = self.model, self._caches[context], self._states[:q]

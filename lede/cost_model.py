@@ -35,6 +35,8 @@ Kind = Literal[
     "choose",
     "accept",
     "verify",
+    "index",
+    "propose",
 ]
 Ending = Literal["stop", "cap", "eos"]
 
@@ -46,6 +48,8 @@ _SIMPLE: dict[str, tuple[str, ...]] = {
     "features_top_k": ("observe", "features", "features_top_k"),
     "policy": ("policy",),
     "choose": ("choose",),
+    "index": ("index",),
+    "propose": ("propose",),
 }
 """Costs in an operation without layers, once each."""
 _CONTEXT_TERMS = ("layer_context", "layer_pair")
@@ -114,6 +118,10 @@ class Costs:
     """Acceptance of a block of one token."""
     accept_token: float
     """More for each further token."""
+    index: float = 0.0
+    """One more token in the index of lookups, and the search for the text's end in it; 0 if it was not measured."""
+    propose: float = 0.0
+    """A proposal copied from the text; 0 if it was not measured."""
 
 
 @dataclass(frozen=True)

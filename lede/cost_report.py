@@ -25,6 +25,8 @@ _NAMES = {
     "features_top_k": ".. and top k",
     "policy": "policy call",
     "choose": "greedy choice",
+    "index": "index of the text",
+    "propose": "proposal from it",
 }
 
 
@@ -72,8 +74,8 @@ def _operations(profile: CostProfile) -> Table:
 
 
 def _ratios(qs: Sequence[int], ratios: Sequence[float]) -> Table:
-    shown = _table("q", *map(str, qs[: len(qs) // 2]))
-    half = len(qs) // 2
+    half = (len(qs) + 1) // 2
+    shown = _table("q", *map(str, qs[:half]))
     shown.add_row("", *(f"{ratio:.2f}" for ratio in ratios[:half]))
     shown.add_row("q", *map(str, qs[half:]), style="bold")
     shown.add_row("", *(f"{ratio:.2f}" for ratio in ratios[half:]))

@@ -14,6 +14,14 @@ from lede.features import FeatureConfig
 Array = npt.NDArray[np.float64]
 
 
+def by_context(costs: CostModel, n_contexts: int, cost: Callable[[int], float]) -> Array:
+    """A cost of the model at contexts 0, 1, ..., `(context,)`: linear but where a sliding window fills."""
+    contexts = np.arange(n_contexts)
+    windows = {w - 1 for w in costs.windows if w is not None and w - 1 < contexts[-1]}
+    knots = sorted({0, int(contexts[-1]), *windows})
+    return np.interp(contexts, knots, [cost(knot) for knot in knots])
+
+
 class CostTables:
     """Seconds of the parts of a round; contexts count the tokens in the cache before the block.
 
@@ -38,12 +46,7 @@ class CostTables:
         self.candidates = tuple(candidates)
         self.max_draft = max_draft
         contexts = np.arange(max_context + max_draft + 1)
-        # every cost is linear in the context between the points where a sliding window fills
-        windows = {w - 1 for w in costs.windows if w is not None and w - 1 < contexts[-1]}
-        knots = sorted({0, int(contexts[-1]), *windows})
-
-        def along(cost: Callable[[int], float]) -> Array:
-            return np.interp(contexts, knots, [cost(knot) for knot in knots])
+        along = partial(by_context, costs, contexts.size)
 
         def span(first: int, last: int, context: int) -> float:
             """Layers first+1..last of one token, with its embedding if they are the first."""
@@ -51,11 +54,12 @@ class CostTables:
 
         before = (0, *self.candidates)
         self.plain = along(costs.plain_seconds)
-        self.scan = np.stack([along(partial(span, a, b)) for a, b in zip(before, self.candidates, strict=False)])
-        self.draft = np.stack([along(partial(span, 0, layer)) for layer in self.candidates])
-        self.again = np.stack(
-            [along(partial(costs.again_seconds, layer)) + costs.costs.embed for layer in self.candidates]
-        )
+        shape = (len(self.candidates), contexts.size)  # no candidate at all is fine where drafts come from the text
+        self.scan, self.draft, self.again = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        for k, (below, layer) in enumerate(zip(before, self.candidates, strict=False)):
+            self.scan[k] = along(partial(span, below, layer))
+            self.draft[k] = along(partial(span, 0, layer))
+            self.again[k] = along(partial(costs.again_seconds, layer)) + costs.costs.embed
         self.verify = np.zeros((len(self.candidates), max_draft + 2, contexts.size))
         for k, layer in enumerate(self.candidates):
             for q in range(1, max_draft + 2):

@@ -5,12 +5,15 @@ that spends them, tokens are paid at the verification that commits them, and not
 match before that. After a wrong draft the drafter is on a text of its own: it sees the branch that was recorded for it
 (`TraceTable.branch_of`), or, where there are no branches, what it would have seen on the target's text.
 
+A draft copied from the text needs no branch, as all of it is a function of the text (`lede.lookup_table`).
+
 Departs from deployment where the text is sampled: the text is the recorded one, whether or not a draft led to it.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +22,10 @@ import numpy.typing as npt
 from lede.cost_tables import CostTables
 from lede.features import FeatureConfig
 from lede.lane_features import LaneFeatures
-from lede.policies.base import BLIND
+from lede.lookup_costs import LookupCosts
+from lede.lookup_rounds import lookup_rounds
+from lede.lookup_table import LookupTable
+from lede.policies.base import BLIND, Lookup
 from lede.rewards import CONTINUE, EXIT
 from lede.round_log import RoundLog
 from lede.trace_table import Ints, TraceTable
@@ -49,13 +55,18 @@ class StepResult:
     """Whether a verification ended the round."""
     done: Bools  # (lane,)
     """Whether the text has ended."""
+    copied: Ints  # (lane,)
+    """Tokens that the round drafted from the text; 0 where it drafted none or goes on."""
+    copies_accepted: Ints  # (lane,)
+    """Those of them that were accepted."""
 
 
 class DraftRounds:
     """Lanes that step through rounds.
 
-    Actions: in the pre-scan 0 = plain pass, 1 = scan, 2 + k = draft blind at candidate k; in the scan 0 = go on (past
-    the last candidate: plain pass through the rest), 1 = exit here; in the draft 0 = stop, 1 = draft on.
+    Actions: in the pre-scan 0 = plain pass, 1 = scan, 2 + k = draft blind at candidate k of K, 2 + K + j = draft by the
+    lookup j; in the scan 0 = go on (past the last candidate: plain pass through the rest), 1 = exit here; in the draft
+    0 = stop, 1 = draft on. With no candidate there is no scan. A lookup that finds nothing is a plain pass.
 
     Args:
         table: Traces.
@@ -65,6 +76,12 @@ class DraftRounds:
             only legal one there.
         seed: Of the acceptance of sampled drafts.
         log: Where rounds are written; None writes none.
+        lookup: What the text's own drafts would be; None where no index of the text is kept.
+        lookups: The lookups that may be chosen; they need `lookup`.
+
+    Raises:
+        ValueError: A candidate is none of the traces' layers, or a lookup is longer than what was looked up, or there
+            is neither a candidate nor an index.
     """
 
     def __init__(
@@ -75,23 +92,51 @@ class DraftRounds:
         decides_pre_scan: bool = True,
         seed: int = 0,
         log: RoundLog | None = None,
+        lookup: LookupTable | None = None,
+        lookups: Sequence[Lookup] = (),
     ) -> None:
         self.table, self.costs, self.features, self.log = table, costs, features, log
         self.candidates = np.asarray(costs.candidates, dtype=np.int64)
-        if self.candidates[-1] >= table.n_layers:
+        if self.candidates.size and self.candidates[-1] >= table.n_layers:
             raise ValueError(f"candidate layer {self.candidates[-1]} is outside 1..{table.n_layers - 1} of the traces")
-        self.n_actions = BLIND + self.candidates.size
+        if not self.candidates.size and not (decides_pre_scan and lookup is not None):
+            raise ValueError("without candidates only a policy that decides the pre-scan among lookups can be played")
+        self.lookup = lookup
+        self.lookups: list[Lookup] = []
+        for plan in lookups:
+            self.lookup_action(plan)
         self.decides_pre_scan = decides_pre_scan
         self._matches = table.matches(self.candidates - 1, seed)
-        self._branch_of = np.stack([table.branch_of(int(layer)) for layer in self.candidates], axis=1)
-        self._seen = LaneFeatures(table, self.candidates, features or FeatureConfig())
+        branch_of = [table.branch_of(int(layer)) for layer in self.candidates]
+        self._branch_of = np.stack(branch_of, axis=1) if branch_of else np.zeros((len(table.match), 0), dtype=np.int32)
+        self._seen = LaneFeatures(table, self.candidates, features or FeatureConfig(), lookup)
         # asking costs in every stage; drawing a token needs a head read of its own where nobody asked
         self._ask_pre_scan = costs.pre_scan(features) if decides_pre_scan else 0.0
         self._ask_scan = costs.decision(features)
         self._ask_draft = np.full(self.candidates.size, costs.decision(features, drafting=True))
-        self._ask_draft[0] = self._ask_scan  # below the lowest candidate there is none to agree with
+        self._ask_draft[:1] = self._ask_scan  # below the lowest candidate there is none to agree with
+        self._lookup_costs = LookupCosts(costs.costs, table.max_context)
         self._draw = costs.choose + (costs.head if features is None else 0.0)
         self._blind = costs.costs.blind_seconds(features)
+
+    @property
+    def n_actions(self) -> int:
+        """Actions of the pre-scan, the stage that has most."""
+        return BLIND + self.candidates.size + len(self.lookups)
+
+    def lookup_action(self, plan: Lookup) -> int:
+        """The action that drafts by a lookup, added if it is none yet.
+
+        Raises:
+            ValueError: The lookup can't be played.
+        """
+        if self.lookup is None or plan.length > self.lookup.most:
+            longest = "no index is kept" if self.lookup is None else f"at most {self.lookup.most} tokens are looked up"
+            raise ValueError(f"a lookup of {plan.length} tokens can't be played: {longest}")
+        plan.check(self.table.n_layers)
+        if plan not in self.lookups:
+            self.lookups.append(plan)
+        return BLIND + self.candidates.size + self.lookups.index(plan)
 
     def start(self, prompts: Ints) -> None:
         """Begin one lane for each of `prompts` (places in the table)."""
@@ -105,9 +150,11 @@ class DraftRounds:
         self.n_accepted = np.zeros(n, dtype=np.int64)  # of this round so far: what no policy sees
         self.branch = np.full(n, -1, dtype=np.int64)
         self.seconds, self.tokens = np.zeros(n), np.zeros(n, dtype=np.int64)
+        self.pruning_reads = np.zeros(n, dtype=np.int64)
         self._round_start = np.zeros(n)
         self._seen.start(n)
         self._step_seconds, self._step_tokens = np.zeros(n), np.zeros(n, dtype=np.int64)
+        self._copied, self._copies_accepted = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         self._ended = np.zeros(n, dtype=np.bool_)
         self.restart(np.arange(n), prompts)
 
@@ -115,7 +162,7 @@ class DraftRounds:
         """Put lanes at the beginning of other prompts."""
         self.prompt[lanes] = prompts
         self.decision[lanes] = 1
-        self.seconds[lanes] = self.tokens[lanes] = 0
+        self.seconds[lanes] = self.tokens[lanes] = self.pruning_reads[lanes] = 0
         self._step_seconds[lanes] = self._step_tokens[lanes] = 0
         self._seen.restart(lanes, self.table.anchor[prompts])
         self._begin_round(lanes)
@@ -133,6 +180,8 @@ class DraftRounds:
     @property
     def layer(self) -> Ints:
         """Layers that each lane's position went through when the policy is asked; 0 in the pre-scan, `(lane,)`."""
+        if not self.candidates.size:
+            return np.zeros(self.stage.size, dtype=np.int64)
         return np.where(self.stage == Stage.PRE_SCAN, 0, self.candidates[self.candidate])
 
     def observe(self) -> npt.NDArray[np.float32]:
@@ -145,11 +194,11 @@ class DraftRounds:
         return self._seen.history(lane)
 
     def legal(self) -> Bools:
-        """Actions that each lane may take, `(lane, 2 + candidate)`; action 0 alone where it is done."""
+        """Actions that each lane may take, `(lane, action)`; action 0 alone where it is done."""
         allowed = np.zeros((self.stage.size, self.n_actions), dtype=np.bool_)
         before = self.stage == Stage.PRE_SCAN
         allowed[:, CONTINUE] = ~before | self.decides_pre_scan
-        allowed[:, EXIT] = self.stage != Stage.DONE
+        allowed[:, EXIT] = (self.stage != Stage.DONE) & (self.candidates.size > 0)
         allowed[:, BLIND:] = (before & self.decides_pre_scan)[:, None]
         return allowed
 
@@ -158,13 +207,21 @@ class DraftRounds:
         self._step_seconds[:] = 0
         self._step_tokens[:] = 0
         self._ended = np.zeros(self.stage.size, dtype=np.bool_)
+        self._copied[:] = self._copies_accepted[:] = 0
         by_stage = [np.flatnonzero(self.stage == stage) for stage in (Stage.PRE_SCAN, Stage.SCAN, Stage.DRAFT)]
         for lanes, act in zip(by_stage, (self._pre_scan, self._scan, self._draft), strict=True):
             if lanes.size:
                 act(lanes, actions[lanes])
         self.seconds += self._step_seconds
         self.tokens += self._step_tokens
-        return StepResult(self._step_seconds.copy(), self._step_tokens.copy(), self._ended, self.stage == Stage.DONE)
+        return StepResult(
+            self._step_seconds.copy(),
+            self._step_tokens.copy(),
+            self._ended,
+            self.stage == Stage.DONE,
+            self._copied.copy(),
+            self._copies_accepted.copy(),
+        )
 
     def _context(self, lanes: Ints) -> Ints:
         """Tokens in the cache before the round."""
@@ -178,7 +235,12 @@ class DraftRounds:
         if scans.size:
             self.stage[scans] = Stage.SCAN
             self._inspect(scans, np.zeros(scans.size, dtype=np.int64))
-        blind = actions >= BLIND
+        n_plans = BLIND + self.candidates.size
+        blind = (actions >= BLIND) & (actions < n_plans)
+        for j, plan in enumerate(self.lookups):
+            copies = lanes[actions == n_plans + j]
+            if copies.size:
+                self._look_up(copies, plan)
         if blind.any():
             here, k = lanes[blind], actions[blind].astype(np.int64) - BLIND
             self.candidate[here] = k
@@ -237,6 +299,27 @@ class DraftRounds:
         if full.any():
             self._verify(lanes[full], "cap")
 
+    def _look_up(self, lanes: Ints, plan: Lookup) -> None:
+        """A whole round that drafts by lookup."""
+        assert self.lookup is not None
+        found = lookup_rounds(self.lookup, self._lookup_costs, plan, self.row[lanes], self.decision[lanes])
+        self.pruning_reads[lanes] += found.read
+        drafts = found.drafted > 0
+        if not drafts.all():
+            self._plain_pass(lanes[~drafts], found.seconds[~drafts])
+        self._step_seconds[lanes[drafts]] += found.seconds[drafts]
+        self._copied[lanes], self._copies_accepted[lanes] = found.drafted, found.accepted
+        for which, ending in ((drafts & ~found.at_eos, "cap"), (found.at_eos, "eos")):
+            here, tokens = lanes[which], found.tokens[which]
+            if here.size:
+                drafted, accepted = found.drafted[which], found.accepted[which]
+                if self.log is not None:
+                    self.n_drafted[here] = drafted
+                    self._write(here, np.zeros_like(tokens), accepted, tokens, ending, lookup=True)
+                rows = [self._row_of(here, np.minimum(i, tokens - 1)) for i in range(int(tokens.max()))]
+                self._seen.looked_up(here, drafted, accepted, tokens, rows)
+                self._commit(here, tokens)
+
     def _cap(self, lanes: Ints) -> Ints:
         remaining = self.table.max_new_tokens - self.decision[lanes]
         return np.minimum(self.costs.max_draft, remaining - 1)
@@ -266,6 +349,8 @@ class DraftRounds:
 
     def _commit(self, lanes: Ints, tokens: Ints) -> None:
         self._step_tokens[lanes] += tokens
+        if self.lookup is not None:
+            self._step_seconds[lanes] += self._lookup_costs.index * tokens
         self._ended[lanes] = True
         self.decision[lanes] += tokens
         self._begin_round(lanes)
@@ -283,10 +368,14 @@ class DraftRounds:
         if forced.size:
             self._plain_pass(forced, self.costs.plain[self._context(forced)])
 
-    def _write(self, lanes: Ints, layer: Ints, accepted: Ints, committed: Ints, ending: str) -> None:
+    def _write(
+        self, lanes: Ints, layer: Ints, accepted: Ints, committed: Ints, ending: str, lookup: bool = False
+    ) -> None:
         assert self.log is not None
         spent = self.seconds[lanes] + self._step_seconds[lanes] - self._round_start[lanes]
+        if self.lookup is not None:
+            spent = spent + self._lookup_costs.index * committed
         self.log.write(
             self.prompt[lanes], self.decision[lanes], layer, self.n_scanned[lanes], self.n_drafted[lanes], accepted,
-            committed, ending, spent,
+            committed, ending, spent, lookup,
         )  # fmt: skip

@@ -15,13 +15,19 @@ from lede.contenders import Contender, check_contenders, parse_contenders
 if TYPE_CHECKING:
     from lede.buffers.settings import StoreSettings
     from lede.buffers.store import TraceStore
+    from lede.ceilings import Clairvoyant
     from lede.cost_profile import CostProfile
     from lede.evaluation_results import Evaluation
+    from lede.lookup import LookupConfig
     from lede.off_policy import OffPolicyEstimate
     from lede.simulation import Simulation
 
 MAX_DRAFT = 12
 """Tokens that the clairvoyant may draft in a round, more if a policy may."""
+
+
+MAX_COPIED = 32
+"""Tokens that the clairvoyant may copy from the text in a round."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,7 @@ def _evaluate(
     from lede.ceilings import solve
     from lede.evaluation_results import Evaluation, result_of
     from lede.intervals import Bootstrap
+    from lede.lookup_table import lookups_of
     from lede.simulation import simulate
     from lede.trace_table import TraceTable
 
@@ -120,7 +127,16 @@ def _evaluate(
         bare = [simulate(each.policy, flat, profile.costs, seed=config.seed) for each in contenders]
     layers = _candidates(config, settings, contenders, played)
     longest = max([MAX_DRAFT, *(each.policy.config.max_draft for each in contenders if each.policy is not None)])
-    clairvoyant = solve(table, profile.costs, layers, longest, config.seed)
+    ceilings: dict[LookupConfig | None, Clairvoyant] = {}
+    for how in dict.fromkeys(each.policy.lookup for each in contenders if each.policy is not None) or {None: None}:
+        copied = None if how is None else lookups_of(table, how, MAX_COPIED)
+        ceilings[how] = solve(table, profile.costs, layers, longest, config.seed, copied)
+    clairvoyant = max(ceilings.values(), key=lambda each: each.rate)
+    # who searches the text in a way of his own is held against who knows what that finds
+    own = [
+        ceilings[who.policy.lookup] if who.policy is not None and who.policy.lookup else clairvoyant
+        for who in contenders
+    ]
     bootstrap = Bootstrap(table.n_prompts, config.resamples, config.seed)
     references = [each.rate for each, who in zip(played, contenders, strict=True) if who.reference]
     best = max(references, default=None)
@@ -134,10 +150,8 @@ def _evaluate(
         candidates=clairvoyant.candidates,
         clairvoyant=clairvoyant.summary(),
         policies=tuple(
-            result_of(
-                who.name, who.text, who.reference, each, without, clairvoyant, bootstrap, best, fitted.get(who.name)
-            )
-            for who, each, without in zip(contenders, played, bare, strict=True)
+            result_of(who.name, who.text, who.reference, each, without, top, bootstrap, best, fitted.get(who.name))
+            for who, each, without, top in zip(contenders, played, bare, own, strict=True)
         ),
         notes=tuple(notes),
     )

@@ -10,6 +10,7 @@ from rich.text import Text
 from lede.evaluation_results import Evaluation, PolicyResult
 from lede.intervals import Interval
 from lede.regret import PARTS
+from lede.round_log import SOURCES
 
 _CLAIRVOYANT = "clairvoyant"
 _MOST_LAYERS = 14  # columns that leave room for a name
@@ -31,6 +32,8 @@ def report(found: Evaluation) -> Group:
     if n:
         parts.append(Text("\nspeedup if the drafter saw the target's text after a wrong draft (no branches)"))
         parts.append(_without_branches(found))
+    if any(each.sources["lookup"][0] for each in found.policies):
+        parts += [Text("\nrounds / their tokens by source of the draft, in %"), _sources(found)]
     parts += [Text("\nrounds by exit layer, in %"), *_layers(found)]
     parts += [Text("\nwhere the time goes, in %"), _regret(found), Text(_LEGEND_REGRET, style="dim")]
     if any(each.off_policy is not None for each in found.policies):
@@ -77,17 +80,29 @@ def _layers(found: Evaluation) -> list[Table]:
     tables = []
     for start in range(0, max(len(layers), 1), _MOST_LAYERS):
         columns = layers[start : start + _MOST_LAYERS]
-        shown = _table("policy", "plain", *map(str, columns))
+        copies = any(each.sources["lookup"][0] for each in found.policies)
+        shown = _table("policy", "none" if copies else "plain", *map(str, columns))
         for name, share in zip(names, shares, strict=True):
             shown.add_row(name, *(f"{100 * share[each]:.0f}" if each in share else "-" for each in (0, *columns)))
         tables.append(shown)
     return tables
 
 
-def _regret(found: Evaluation) -> Table:
-    shown = _table("policy", "clair-\nvoyant", *(words.replace(" ", "\n") for words in PARTS.values()))
+def _sources(found: Evaluation) -> Table:
+    shown = _table("policy", *SOURCES)
     for each in found.policies:
-        shares = [each.of_clairvoyant.value, *(each.regret[name] for name in PARTS)]
+        shown.add_row(
+            _named(each), *(f"{100 * a:.0f} / {100 * b:.0f}" for a, b in (each.sources[name] for name in SOURCES))
+        )
+    return shown
+
+
+def _regret(found: Evaluation) -> Table:
+    # nobody chooses the wrong one of a single source
+    named = [name for name in PARTS if name != "wrong_source" or any(each.regret[name] for each in found.policies)]
+    shown = _table("policy", "clair-\nvoyant", *(PARTS[name].replace(" ", "\n") for name in named))
+    for each in found.policies:
+        shares = [each.of_clairvoyant.value, *(each.regret[name] for name in named)]
         shown.add_row(_named(each), *(f"{round(100 * share, 1) + 0.0:.1f}" for share in shares))  # no -0.0
     return shown
 

@@ -41,7 +41,9 @@ class PolicyResult:
     head_reads: float
     """Head reads below the last layer a token."""
     layer_shares: dict[int, float]
-    """Share of rounds by exit layer; 0 stands for plain passes."""
+    """Share of rounds by exit layer; 0 stands for plain passes and lookups."""
+    sources: dict[str, tuple[float, float]]
+    """Share of rounds and of their tokens by source of the draft, out of `lede.round_log.SOURCES`."""
     of_clairvoyant: Interval
     """Its rate over the clairvoyant's."""
     of_reference: float | None
@@ -129,6 +131,7 @@ def result_of(
         exit_layer=played.exit_layer,
         head_reads=float(played.head_reads.sum() / played.tokens.sum()),
         layer_shares=played.layer_shares(),
+        sources=played.source_shares(),
         of_clairvoyant=_sure(bootstrap.ratio(regret.fewest, regret.seconds)),
         of_reference=None if best_reference is None else played.rate / best_reference,
         regret=regret.shares(),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from lede.features import DRAFT, MAX_SINCE_DRAFT, RECENT_ROUNDS, SCAN, FeatureConfig
+from lede.features import DRAFT, LOOKUP_FEATURES, MAX_SINCE_DRAFT, PRE_SCAN, RECENT_ROUNDS, SCAN, FeatureConfig
+from lede.lookup_table import LookupTable
 from lede.trace_table import Ints, TraceTable
 
 Array = npt.NDArray[np.float32]
@@ -19,10 +20,15 @@ class LaneFeatures:
         table: Traces.
         candidates: Candidate layers, `(candidate,)`.
         features: What is observed.
+        lookup: What the text's own drafts would be; None where nobody looks.
     """
 
-    def __init__(self, table: TraceTable, candidates: Ints, features: FeatureConfig) -> None:
-        self.table, self.features = table, features
+    def __init__(
+        self, table: TraceTable, candidates: Ints, features: FeatureConfig, lookup: LookupTable | None = None
+    ) -> None:
+        self.table, self.features, self.lookup = table, features, lookup
+        if not candidates.size:  # nobody looks at a layer, but arrays want one
+            candidates = np.ones(1, dtype=np.int64)
         columns = candidates - 1
         self._depth = (candidates / table.n_layers).astype(np.float32)
         names = set(features.names)
@@ -61,6 +67,9 @@ class LaneFeatures:
         self._drafted = np.zeros((n_lanes, RECENT_ROUNDS), dtype=np.int64)
         self._accepted = np.zeros((n_lanes, RECENT_ROUNDS), dtype=np.int64)
         self._since = np.zeros(n_lanes, dtype=np.int64)
+        self._copied = np.zeros((n_lanes, RECENT_ROUNDS), dtype=np.int64)  # by lookup
+        self._copies_accepted = np.zeros((n_lanes, RECENT_ROUNDS), dtype=np.int64)
+        self._since_lookup = np.zeros(n_lanes, dtype=np.int64)
         self._survival, self._certainty = np.zeros(n_lanes), np.zeros(n_lanes)  # their negative logarithms
         self._log_outlook = np.zeros(n_lanes)  # of what is drafted
         self._left_before = np.zeros(n_lanes, dtype=np.int64)  # in this round
@@ -69,8 +78,9 @@ class LaneFeatures:
         """Forget the history of lanes."""
         self._anchor[lanes] = anchor
         self._sums[lanes, 0] = 0
-        self._pushed[lanes] = self._since[lanes] = 0
+        self._pushed[lanes] = self._since[lanes] = self._since_lookup[lanes] = 0
         self._drafted[lanes] = self._accepted[lanes] = 0
+        self._copied[lanes] = self._copies_accepted[lanes] = 0
 
     def begin_round(self, lanes: Ints) -> None:
         """Nothing is drafted yet."""
@@ -97,14 +107,23 @@ class LaneFeatures:
         if bonus:
             self._push(lanes[kept], self._last_surprisal[rows[kept]])
         self._since[lanes] = 0
-        for ring, new in ((self._drafted, drafted), (self._accepted, accepted)):
-            ring[lanes, :-1] = ring[lanes, 1:]
-            ring[lanes, -1] = new
+        self._since_lookup[lanes] += 1
+        _remember(lanes, (self._drafted, drafted), (self._accepted, accepted))
+
+    def looked_up(self, lanes: Ints, drafted: Ints, accepted: Ints, tokens: Ints, rows: list[Ints]) -> None:
+        """Drafts from the text are verified; `rows` has the row of each of `tokens` committed, by place."""
+        for i, row in enumerate(rows):
+            more = tokens > i
+            self._push(lanes[more], self._last_surprisal[row[more]])
+        self._since[lanes] += 1
+        self._since_lookup[lanes] = 0
+        _remember(lanes, (self._copied, drafted), (self._copies_accepted, accepted))
 
     def passed(self, lanes: Ints, rows: Ints) -> None:
         """Positions went through all layers."""
         self._push(lanes, self._last_surprisal[rows])
         self._since[lanes] += 1
+        self._since_lookup[lanes] += 1
 
     def observe(
         self, stage: npt.NDArray[np.int8], candidate: Ints, row: Ints, branch: Ints, offset: Ints, drafted: Ints
@@ -142,6 +161,8 @@ class LaneFeatures:
                 values[name] = stage == SCAN
             elif name == "in_draft":
                 values[name] = drafting
+            elif name in LOOKUP_FEATURES:
+                values[name] = np.where(stage == PRE_SCAN, self._of_lookup(name, row), 0)
         return self.features.observe(values, self.table.n_layers, self.table.vocab_size)
 
     def history(self, lane: int) -> tuple[float, float | None, int]:
@@ -149,6 +170,19 @@ class LaneFeatures:
         drafted = int(self._drafted[lane].sum())
         acceptance = float(self._accepted[lane].sum() / drafted) if drafted else None
         return float(self._trace(np.asarray([lane]))[0]), acceptance, int(self._since[lane])
+
+    def _of_lookup(self, name: str, row: Ints) -> npt.NDArray[np.floating] | npt.NDArray[np.integer]:
+        if name == "lookup_acceptance":
+            return np.asarray((self._copies_accepted.sum(axis=1) + 1) / (self._copied.sum(axis=1) + 2))
+        if name == "since_lookup":
+            return np.minimum(self._since_lookup, MAX_SINCE_DRAFT)
+        if self.lookup is None:
+            return np.zeros(row.size)
+        if name == "match_length":
+            return self.lookup.length[row]
+        if name == "match_count":
+            return np.log1p(self.lookup.occurrences[row])
+        return (self.lookup.agreement if name == "match_agreement" else self.lookup.hits)[row]
 
     def _value(self, pair: tuple[Array, Array | None], candidate: Ints, row: Ints, branch: Ints, offset: Ints) -> Array:
         on_text, on_branch = pair
@@ -202,6 +236,13 @@ class LaneFeatures:
         at = self._pushed[lanes]
         self._sums[lanes, at + 1] = self._sums[lanes, at] + surprisal
         self._pushed[lanes] += 1
+
+
+def _remember(lanes: Ints, *counts: tuple[Ints, Ints]) -> None:
+    """Put each count of a round behind those of the rounds before."""
+    for ring, new in counts:
+        ring[lanes, :-1] = ring[lanes, 1:]
+        ring[lanes, -1] = new
 
 
 def _agreement(tokens: npt.NDArray[np.int32]) -> Array:

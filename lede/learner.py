@@ -10,7 +10,9 @@ import numpy.typing as npt
 import torch
 
 from lede.policies.base import BLIND
+from lede.processes import Processes
 from lede.quiet_d3rlpy import import_d3rlpy
+from lede.rewards import EXIT
 from lede.transitions import NStepBatch
 
 import_d3rlpy()  # before its names are imported: without this it prints, and changes torch's settings
@@ -21,6 +23,7 @@ from d3rlpy.models.encoders import VectorEncoderFactory  # noqa: E402  # only af
 from d3rlpy.models.q_functions import MeanQFunctionFactory  # noqa: E402  # only after import_d3rlpy
 from d3rlpy.models.torch import DiscreteMeanQFunction, DiscreteMeanQFunctionForwarder  # noqa: E402  # only after import_d3rlpy
 from d3rlpy.preprocessing import StandardObservationScaler  # noqa: E402  # only after import_d3rlpy
+from d3rlpy.torch_utility import unwrap_ddp_model  # noqa: E402  # only after import_d3rlpy
 
 if TYPE_CHECKING:
     from lede.training import TrainConfig
@@ -32,7 +35,7 @@ _ILLEGAL = -1e4
 
 
 class Learner:
-    """A d3rlpy algorithm on one CPU or GPU.
+    """A d3rlpy algorithm on one CPU or GPU, or on one a process.
 
     Source: d3rlpy's DQN, DoubleDQN and DiscreteCQL.
     Departs from d3rlpy: values are fitted by squared error, as in the formula of its own documentation, where it uses
@@ -47,7 +50,9 @@ class Learner:
         seed: Seed of the initial weights.
         n_actions: Actions, whichever of them the data holds: continue and exit, and the plans of the pre-scan.
         stage_flags: Places of `in_scan` and `in_draft` in the observation, which tell where plans are legal; needed
-            with plans.
+            with plans, unless there is no scan.
+        scans: Whether there are candidates to scan; without, there is no stage but the pre-scan.
+        processes: Those that train together, by DDP if they are several; None for this one alone.
     """
 
     def __init__(
@@ -58,9 +63,13 @@ class Learner:
         seed: int,
         n_actions: int = BLIND,
         stage_flags: Sequence[int] = (),
+        scans: bool = True,
+        processes: Processes | None = None,
     ) -> None:
         self.config = config
+        self._processes = processes or Processes(device="cuda:0" if config.device == "cuda" else config.device)
         self.n_actions = n_actions
+        self.scans = scans
         self.mean, self.std = np.asarray(mean, dtype=np.float64), np.asarray(std, dtype=np.float64)
         settings: dict[str, Any] = {
             "batch_size": config.batch_size,
@@ -74,7 +83,7 @@ class Learner:
         if config.algo == "cql":
             settings["alpha"] = config.cql_alpha
         config_class = {"dqn": DQNConfig, "double-dqn": DoubleDQNConfig, "cql": DiscreteCQLConfig}[config.algo]
-        self.algo = config_class(**settings).create(device="cuda:0" if config.device == "cuda" else config.device)
+        self.algo = config_class(**settings).create(self._processes.device, self._processes.size > 1)
         with torch.random.fork_rng():  # the caller's generator is not ours to seed
             torch.manual_seed(seed)
             self.algo.create_impl(self.mean.shape, n_actions)
@@ -82,7 +91,10 @@ class Learner:
         self._averages = [weight.detach().clone() for weight in self._weights]
 
     def update(self, batch: NStepBatch) -> float:
-        """One step of gradient descent; every `target_update_interval` steps the target follows. Returns the loss."""
+        """One step of gradient descent; every `target_update_interval` steps the target follows. Returns the loss.
+
+        Each of several processes gives its share of the batch; gradient and loss are those of the whole.
+        """
         losses = self.algo.update(
             TransitionMiniBatch(
                 observations=batch.observations,
@@ -101,7 +113,7 @@ class Learner:
         with torch.no_grad():
             for average, weight in zip(self._averages, self._weights, strict=True):
                 average.lerp_(weight, share)
-        return float(losses["loss"])
+        return self._processes.mean(float(losses["loss"]))
 
     def target_greedy(self, observations: Array) -> npt.NDArray[np.int64]:
         """Actions `(row,)` of the target network for observations `(row, feature)`."""
@@ -116,10 +128,11 @@ class Learner:
         return list(zip(arrays[::2], arrays[1::2], strict=True))
 
     def _q_function(self, stage_flags: Sequence[int]) -> MeanQFunctionFactory:
-        if self.n_actions > BLIND and len(stage_flags) != 2:
+        if self.scans and self.n_actions > BLIND and len(stage_flags) != 2:
             raise ValueError("plans of the pre-scan need the features 'in_scan' and 'in_draft' in the observation")
         factory = SquaredErrorFactory() if self.config.loss == "squared" else _StagedFactory()
-        if self.n_actions > BLIND:  # halfway between 0 and 1, normalised as the network sees it
+        factory.scans = self.scans
+        if self.scans and self.n_actions > BLIND:  # halfway between 0 and 1, normalised as the network sees it
             factory.limits = tuple((flag, float((0.5 - self.mean[flag]) / self.std[flag])) for flag in stage_flags)
         return factory
 
@@ -127,8 +140,8 @@ class Learner:
         """Networks, optimiser and step count: all that the next update depends on, but for the data."""
         modules = self.algo.impl.modules
         return {
-            "q_funcs": modules.q_funcs.state_dict(),
-            "targ_q_funcs": modules.targ_q_funcs.state_dict(),
+            "q_funcs": unwrap_ddp_model(modules.q_funcs).state_dict(),
+            "targ_q_funcs": unwrap_ddp_model(modules.targ_q_funcs).state_dict(),
             "optim": modules.optim.state_dict(),
             "grad_step": self.algo.grad_step,
             "averages": self._averages,
@@ -137,8 +150,8 @@ class Learner:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         modules = self.algo.impl.modules
-        modules.q_funcs.load_state_dict(state["q_funcs"])
-        modules.targ_q_funcs.load_state_dict(state["targ_q_funcs"])
+        unwrap_ddp_model(modules.q_funcs).load_state_dict(state["q_funcs"])
+        unwrap_ddp_model(modules.targ_q_funcs).load_state_dict(state["targ_q_funcs"])
         modules.optim.load_state_dict(state["optim"])
         self.algo.set_grad_step(state["grad_step"])
         for average, saved in zip(self._averages, state["averages"], strict=True):
@@ -146,15 +159,20 @@ class Learner:
 
 
 class _StagedQFunction(DiscreteMeanQFunction):  # type: ignore[misc]  # d3rlpy carries no types
-    """A Q-function whose plans of the pre-scan are worth nothing in the scan and in the draft."""
+    """A Q-function whose plans of the pre-scan are worth nothing in the scan and in the draft, or without any scan."""
 
-    def __init__(self, encoder: Any, hidden_size: int, action_size: int, limits: Sequence[tuple[int, float]]) -> None:
+    def __init__(
+        self, encoder: Any, hidden_size: int, action_size: int, limits: Sequence[tuple[int, float]], scans: bool
+    ) -> None:
         super().__init__(encoder, hidden_size, action_size)
-        self.limits = limits
+        self.limits, self.scans = limits, scans
 
     def forward(self, x: torch.Tensor) -> Any:
         """Values `(batch, action)`, illegal plans at a value that is never the largest."""
         output = super().forward(x)
+        if not self.scans:
+            scan = torch.arange(output.q_value.shape[1], device=x.device) == EXIT
+            return output._replace(q_value=output.q_value.masked_fill(scan, _ILLEGAL))
         if not self.limits:
             return output
         later = torch.stack([x[:, flag] > limit for flag, limit in self.limits]).any(dim=0)
@@ -167,12 +185,14 @@ class _StagedFactory(MeanQFunctionFactory):  # type: ignore[misc]  # d3rlpy carr
 
     limits: Sequence[tuple[int, float]] = ()
     """Column of each stage flag, and what it exceeds where it is set."""
+    scans: bool = True
+    """Whether there is a scan."""
     forwarder = DiscreteMeanQFunctionForwarder
     """What computes the error."""
 
     def create_discrete(self, encoder: Any, hidden_size: int, action_size: int) -> tuple[Any, Any]:
         """The network and what computes its error."""
-        q_func = _StagedQFunction(encoder, hidden_size, action_size, self.limits)
+        q_func = _StagedQFunction(encoder, hidden_size, action_size, self.limits, self.scans)
         return q_func, self.forwarder(q_func, action_size)
 
     @staticmethod

@@ -32,7 +32,7 @@ class GreedyScore:
     exit_layer: float | None
     """Mean exit layer over the exits; None when it never exits."""
     exit_rate: float
-    """Share of tokens that exit at all."""
+    """Share of tokens that exit at all; for wall-clock, share of rounds."""
     n_tokens: int
     """Tokens that the figures rest on."""
     speedup: float | None = None
@@ -43,6 +43,8 @@ class GreedyScore:
     """Share of rounds by exit layer, 0 for plain passes; empty without a cost profile."""
     regret: dict[str, float] = field(default_factory=dict)
     """Tokens a token lost against the clairvoyant choice, by cause; empty without a cost profile."""
+    sources: dict[str, float] = field(default_factory=dict)
+    """Share of rounds by source of the draft (see `lede.round_log.SOURCES`); empty without a cost profile."""
     q_error: float | None = None
     """Value that the network gives its own rounds minus what they earn, in tokens a round; None without a profile."""
 
@@ -63,7 +65,7 @@ class CurvePoint:
     q_continue: float
     """Mean value of going on, over a fixed set of training states."""
     q_exit: float
-    """Mean value of exiting, over the same states."""
+    """Mean value of exiting, over the same states; where no layer drafts, of the first lookup."""
     score: GreedyScore
     """The greedy policy on the evaluation text."""
 
@@ -143,19 +145,22 @@ class LearningCurve:
     Args:
         folder: Where both are written.
         resumed: Points to go on from; later ones of an earlier run are dropped from the file and hidden in TensorBoard.
+        writes: Whether anything is written; of several processes only one does.
     """
 
-    def __init__(self, folder: Path, resumed: Sequence[CurvePoint] = ()) -> None:
+    def __init__(self, folder: Path, resumed: Sequence[CurvePoint] = (), writes: bool = True) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.points = list(resumed)
         self._path = folder / "learning_curve.jsonl"
         purge_step = self.points[-1].step + 1 if self.points else 0
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step) if writes else None
 
     def add(self, point: CurvePoint) -> None:
         """Record a point."""
         self.points.append(point)
+        if self._writer is None:
+            return
         write_atomically(self._path, "".join(json.dumps(asdict(each)) + "\n" for each in self.points).encode())
         values = {
             "train/loss": point.loss,
@@ -169,6 +174,7 @@ class LearningCurve:
             "greedy/draft_length": point.score.draft_length,
             "train/q_error": point.score.q_error,
             **{f"exits/layer_{int(layer):02d}": share for layer, share in point.score.exits.items()},
+            **{f"sources/{source}": share for source, share in point.score.sources.items()},
             **{f"regret/{cause.replace(' ', '_')}": lost for cause, lost in point.score.regret.items()},
         }
         for name, value in values.items():
@@ -183,4 +189,5 @@ class LearningCurve:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()

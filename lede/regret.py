@@ -8,8 +8,11 @@ by replacing what the policy did, one thing after the other, always with the cla
 1. inspection: the same draft, or the same plain pass, without any inspection or decision;
 2. drafted too far, stopped too early: a draft of the length that is best at the same layer. Where that layer is wrong
    at once, the best length is 1, so what is left is the fault of drafting there at all;
-3. wrong layer, should have skipped: what the clairvoyant does, another layer or a plain pass;
+3. wrong layer, wrong source, should have skipped: what the clairvoyant does, another layer, a draft from the text
+   instead of one from layers or the other way round, or a plain pass;
 4. should have drafted: for a plain pass, what the clairvoyant does instead.
+
+The index of lookups and proposals that were cut count as inspection.
 
 Each step replaces a choice by one that is at least as good, so that no part is negative.
 """
@@ -23,15 +26,17 @@ import numpy as np
 import numpy.typing as npt
 
 from lede.ceilings import Clairvoyant
-from lede.round_log import ENDINGS, RoundLog
+from lede.round_log import ENDINGS, SOURCES, RoundLog
 
 if TYPE_CHECKING:
     from lede.simulation import Simulation
 
 Array = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 PARTS = {
     "wrong_layer": "wrong layer",
+    "wrong_source": "wrong source",
     "stopped_early": "stopped too early",
     "drafted_far": "drafted too far",
     "inspection": "inspection",
@@ -68,14 +73,15 @@ def split(simulation: Simulation, clairvoyant: Clairvoyant) -> Regret:
 
     Args:
         simulation: Of the policy, on the clairvoyant's table and with the same seed and cost model.
-        clairvoyant: Its candidates include every layer that the policy drafted at, and it may draft as far.
+        clairvoyant: Its candidates include every layer that the policy drafted at, it may draft as far, and where the
+            policy copied from the text it knows the same lookups.
 
     Raises:
         ValueError: They do not.
     """
     log, table = simulation.log, clairvoyant.table
     parts = {name: np.zeros(len(log)) for name in PARTS}
-    drafts, plain = np.flatnonzero(log.layer > 0), np.flatnonzero(log.layer == 0)
+    by_layers, plain, by_lookup = (np.flatnonzero(log.source == SOURCES.index(s)) for s in ("exit", "plain", "lookup"))
     after = clairvoyant.value_at(log.prompt, log.decision + log.n_committed)
     row = table.first_row[log.prompt] + log.decision - 1
 
@@ -83,19 +89,19 @@ def split(simulation: Simulation, clairvoyant: Clairvoyant) -> Regret:
     parts["inspection"][plain] = log.seconds[plain] - clairvoyant.plain_seconds[here]
     parts["should_draft"][plain] = clairvoyant.plain_value[here] - clairvoyant.value[here]
 
-    here, k = row[drafts], _places(log, clairvoyant)[drafts]
-    context = (table.prompt_length[log.prompt] + log.decision - 1)[drafts]
-    ends = (log.ending[drafts] == ENDINGS.index("eos")).astype(np.int64)
-    blind = clairvoyant.blind[ends, k, log.n_drafted[drafts], context]
-    parts["inspection"][drafts] = log.seconds[drafts] - blind
+    context = table.prompt_length[log.prompt] + log.decision - 1
+    ends = (log.ending == ENDINGS.index("eos")).astype(np.int64)
+    here, k = row[by_layers], _places(log, clairvoyant)[by_layers]
+    spent = clairvoyant.blind[ends[by_layers], k, log.n_drafted[by_layers], context[by_layers]]
     best, length = clairvoyant.draft_value[here, k], clairvoyant.draft_length[here, k]
-    of_length = blind + after[drafts] - best
-    parts["drafted_far"][drafts] = np.where(log.n_drafted[drafts] > length, of_length, 0.0)
-    parts["stopped_early"][drafts] = np.where(log.n_drafted[drafts] <= length, of_length, 0.0)
-    value = clairvoyant.value[here]
-    skips = clairvoyant.plain_value[here] <= value
-    parts["should_skip"][drafts] = np.where(skips, best - value, 0.0)
-    parts["wrong_layer"][drafts] = np.where(skips, 0.0, best - value)
+    other = clairvoyant.lookup_value[here] < clairvoyant.draft_value[here].min(axis=1, initial=np.inf)
+    _drafted(parts, log, clairvoyant, by_layers, spent, best, length, after, here, other)
+
+    here = row[by_lookup]
+    spent = clairvoyant.lookup_seconds[log.n_drafted[by_lookup] + 1 - ends[by_lookup], context[by_lookup]]
+    best, length = clairvoyant.lookup_value[here], clairvoyant.lookup_length[here]
+    other = np.ones(here.size, dtype=np.bool_)
+    _drafted(parts, log, clairvoyant, by_lookup, spent, best, length, after, here, other)
 
     n_prompts = table.n_prompts
     return Regret(
@@ -108,6 +114,43 @@ def split(simulation: Simulation, clairvoyant: Clairvoyant) -> Regret:
     )
 
 
+def _drafted(
+    parts: dict[str, Array],
+    log: RoundLog,
+    clairvoyant: Clairvoyant,
+    rounds: Ints,
+    spent: Array,
+    best: Array,
+    length: Ints,
+    after: Array,
+    row: Ints,
+    other_source: npt.NDArray[np.bool_],
+) -> None:
+    """Split rounds that drafted from one source.
+
+    Args:
+        parts: Lost seconds by part, `(round,)` each; those of `rounds` are written.
+        log: All rounds.
+        clairvoyant: The ceiling.
+        rounds: Which rounds.
+        spent: Seconds of their drafts without inspections.
+        best: Seconds to the end of the text after the best draft from the same layer or the text.
+        length: Its tokens.
+        after: Seconds to the end after each round of the log.
+        row: Row of the table where each begins.
+        other_source: Where the best draft of all comes from the other source.
+    """
+    parts["inspection"][rounds] = log.seconds[rounds] - spent
+    of_length = spent + after[rounds] - best
+    parts["drafted_far"][rounds] = np.where(log.n_drafted[rounds] > length, of_length, 0.0)
+    parts["stopped_early"][rounds] = np.where(log.n_drafted[rounds] <= length, of_length, 0.0)
+    value = clairvoyant.value[row]
+    skips, lost = clairvoyant.plain_value[row] <= value, best - value
+    parts["should_skip"][rounds] = np.where(skips, lost, 0.0)
+    parts["wrong_source"][rounds] = np.where(~skips & other_source, lost, 0.0)
+    parts["wrong_layer"][rounds] = np.where(~skips & ~other_source, lost, 0.0)
+
+
 def _places(log: RoundLog, clairvoyant: Clairvoyant) -> npt.NDArray[np.int64]:
     """Place of each round's exit layer among the clairvoyant's candidates, `(round,)`; 0 for plain passes."""
     candidates = np.asarray(clairvoyant.candidates, dtype=np.int64)
@@ -115,7 +158,7 @@ def _places(log: RoundLog, clairvoyant: Clairvoyant) -> npt.NDArray[np.int64]:
     strange = np.setdiff1d(used, candidates)
     if strange.size:
         raise ValueError(f"the policy drafts at layers {strange.tolist()}, which the clairvoyant may not use: add them")
-    if log.n_drafted.max(initial=0) > clairvoyant.max_draft:
+    if log.n_drafted[log.layer > 0].max(initial=0) > clairvoyant.max_draft:
         raise ValueError(
             f"the policy drafts {log.n_drafted.max()} tokens in a round, more than the {clairvoyant.max_draft} that "
             "the clairvoyant may"

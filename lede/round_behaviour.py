@@ -22,7 +22,8 @@ from lede.transitions import Transitions
 Greedy = Callable[[npt.NDArray[np.float32], npt.NDArray[np.bool_]], npt.NDArray[np.int64]]
 """Chooses actions `(lane,)` for observations `(lane, feature)` among the legal ones `(lane, action)`."""
 
-_SKIPS, _BLIND = 0.1, 0.3
+_SKIPS, _BLIND, _LOOKUPS = 0.1, 0.3, 0.3
+_SKIPS_ALONE = 0.2  # where there are lookups to choose from and nothing else
 _SHORT = 5
 
 
@@ -68,8 +69,9 @@ def record(
     flips: float = 0.0,
     episode: str = "prompt",
     clairvoyant: Clairvoyant | None = None,
+    copies: int = 1,
 ) -> RoundTransitions:
-    """Decode every prompt of the rounds' table once and write down each decision.
+    """Decode every prompt of the rounds' table and write down each decision.
 
     Args:
         rounds: The process.
@@ -79,10 +81,11 @@ def record(
         flips: Share of the policy's decisions that are replaced by a random legal one.
         episode: `prompt`, or `round` to end the episode with every verification.
         clairvoyant: Of the same table; gives `progress`, which is 0 without.
+        copies: Times that every prompt is decoded.
     """
     if greedy is None and explore < 1:
         raise ValueError(f"explore is {explore}, so a share of the rounds needs a policy; give greedy")
-    rounds.start(np.arange(rounds.table.n_prompts))
+    rounds.start(np.tile(np.arange(rounds.table.n_prompts), copies))
     lanes = rounds.stage.size
     plan = _Plan(rounds, lanes)
     fresh, explores = np.ones(lanes, dtype=np.bool_), np.zeros(lanes, dtype=np.bool_)
@@ -121,14 +124,26 @@ class _Plan:
         """New plans for the lanes whose round begins."""
         n, k, cap = fresh.size, self.rounds.candidates.size, self.rounds.costs.max_draft
         kind = rng.random(n)
-        begin = np.where(kind < _SKIPS, CONTINUE, np.where(kind < _SKIPS + _BLIND, BLIND + rng.integers(0, k, n), EXIT))
+        blind = BLIND + rng.integers(0, max(k, 1), n)
+        begin = np.where(kind < _SKIPS, CONTINUE, np.where(kind < _SKIPS + _BLIND, blind, EXIT))
         if not self.rounds.decides_pre_scan:
             begin[:] = EXIT
+        elif self.rounds.lookups:
+            begin = self._with_lookups(rng, begin)
         target = rng.integers(0, k + 1, n)  # k: no exit
         # half of the drafts are short, as good ones mostly are
         length = np.where(rng.random(n) < 0.5, rng.integers(1, min(_SHORT, cap) + 1, n), rng.integers(1, cap + 1, n))
         for mine, new in ((self._begin, begin), (self._target, target), (self._length, length)):
             mine[fresh] = new[fresh]
+
+    def _with_lookups(self, rng: np.random.Generator, begin: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Some of the plans copy from the text instead, where it has something to copy."""
+        rounds, n = self.rounds, begin.size
+        assert rounds.lookup is not None  # it has lookups to choose from
+        copy = BLIND + rounds.candidates.size + rng.integers(0, len(rounds.lookups), n)
+        if not rounds.candidates.size:
+            return np.where(rng.random(n) < _SKIPS_ALONE, CONTINUE, copy)
+        return np.where((rng.random(n) < _LOOKUPS) & (rounds.lookup.proposed[rounds.row] > 0), copy, begin)
 
     def actions(self) -> npt.NDArray[np.int64]:
         """What the plans do where the lanes stand."""

@@ -10,7 +10,12 @@ import numpy.typing as npt
 ENDINGS = ("plain", "stop", "cap", "eos")
 """How a round ended: without a draft, by the policy, at the cap, with a drafted EOS."""
 
-_COLUMNS = ("prompt", "decision", "layer", "n_scanned", "n_drafted", "n_accepted", "n_committed", "ending", "seconds")
+SOURCES = ("plain", "exit", "lookup")
+"""Where the draft of a round came from: nowhere, from layers of the model, from the text."""
+
+_COLUMNS = (
+    "prompt", "decision", "layer", "n_scanned", "n_drafted", "n_accepted", "n_committed", "ending", "source", "seconds",
+)  # fmt: skip
 
 
 class RoundLog:
@@ -19,12 +24,13 @@ class RoundLog:
     Attributes:
         prompt: Place of the prompt in the table.
         decision: First decision of the round, from 1.
-        layer: Exit layer; 0 for a plain pass.
+        layer: Exit layer; 0 where no layer drafted: for a plain pass and for a lookup.
         n_scanned: Candidates inspected in the scan.
         n_drafted: Drafted tokens.
         n_accepted: Drafted tokens that verification kept.
         n_committed: Tokens committed.
         ending: Place in `ENDINGS`.
+        source: Place in `SOURCES`.
         seconds: Spent.
     """
 
@@ -36,6 +42,7 @@ class RoundLog:
     n_accepted: npt.NDArray[np.int64]
     n_committed: npt.NDArray[np.int64]
     ending: npt.NDArray[np.int64]
+    source: npt.NDArray[np.int64]
     seconds: npt.NDArray[np.float64]
 
     def __init__(self) -> None:
@@ -52,10 +59,14 @@ class RoundLog:
         n_committed: npt.NDArray[np.int64],
         ending: str,
         seconds: npt.NDArray[np.float64],
+        lookup: bool = False,
     ) -> None:
-        """Add rounds that ended alike."""
+        """Add rounds that ended alike; all of them drafted by `lookup`, or none."""
         which = np.full(prompt.size, ENDINGS.index(ending))
-        self._parts.append((prompt, decision, layer, n_scanned, n_drafted, n_accepted, n_committed, which, seconds))
+        source = np.full(prompt.size, SOURCES.index("lookup")) if lookup else (layer > 0).astype(np.int64)
+        self._parts.append(
+            (prompt, decision, layer, n_scanned, n_drafted, n_accepted, n_committed, which, source, seconds)
+        )
 
     def finish(self) -> None:
         """Put the rounds in order."""

@@ -16,10 +16,11 @@ class RunFolder:
 
     Args:
         path: The folder; made, with its subfolders, by `create`.
+        writes: Whether anything is written; of several processes only one does.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], writes: bool = True) -> None:
+        self.path, self.writes = Path(path), writes
         self.policy = self.path / "policy"
         self.config = self.path / "config.json"
         self.checkpoints = self.path / "checkpoints"
@@ -32,6 +33,8 @@ class RunFolder:
         Raises:
             ValueError: A file is in the way, or the place can't be written.
         """
+        if not self.writes:
+            return
         try:
             for folder in (self.path, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -45,12 +48,15 @@ class RunFolder:
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write config.json."""
-        write_atomically(self.config, (json.dumps(config, indent=2, allow_nan=False) + "\n").encode())
+        if self.writes:
+            write_atomically(self.config, (json.dumps(config, indent=2, allow_nan=False) + "\n").encode())
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> None:
         """Write the state after `step` updates: tensors and plain values."""
         import torch
 
+        if not self.writes:
+            return
         content = io.BytesIO()
         torch.save(state, content)
         write_atomically(self.checkpoints / f"step_{step:09d}.pt", content.getvalue())

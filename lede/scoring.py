@@ -11,6 +11,7 @@ from lede.ceilings import solve
 from lede.cost_model import CostModel
 from lede.draft_rounds import DraftRounds, Stage
 from lede.learning_curve import GreedyScore
+from lede.lookup_table import LookupTable
 from lede.policies.learned import LearnedPolicy
 from lede.regret import split
 from lede.simulation import Simulation, play, rounds_of
@@ -27,11 +28,19 @@ class Scorer:
         costs: What operations cost.
         candidates: Candidate layers.
         max_draft: Most tokens drafted in a round.
+        lookup: What the text drafts; None where it does not.
     """
 
-    def __init__(self, table: TraceTable, costs: CostModel, candidates: Sequence[int], max_draft: int) -> None:
+    def __init__(
+        self,
+        table: TraceTable,
+        costs: CostModel,
+        candidates: Sequence[int],
+        max_draft: int,
+        lookup: LookupTable | None = None,
+    ) -> None:
         self.table, self.costs = table, costs
-        self._best = solve(table, costs, candidates, max_draft)
+        self._best = solve(table, costs, candidates, max_draft, lookup=lookup)
 
     def __call__(self, policy: LearnedPolicy, rate: float | None = None) -> GreedyScore:
         """The policy's score.
@@ -62,6 +71,7 @@ class Scorer:
             draft_length=found.draft_length,
             exits={str(layer): share for layer, share in found.layer_shares().items()},
             regret=split(found, self._best).shares(),
+            sources={source: rounds for source, (rounds, _) in found.source_shares().items()},
             q_error=None if rate is None else _calibration(found, values, rate),
         )
 

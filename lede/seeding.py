@@ -20,6 +20,7 @@ class Purpose(enum.IntEnum):
     SYNTHESIS = 6
     BRANCHES = 7
     TURNS = 8
+    SPLIT = 9
 
 
 def numpy_stream(seed: int, purpose: Purpose, *index: int) -> np.random.Generator:

@@ -12,12 +12,15 @@ import numpy.typing as npt
 from lede.cost_model import CostModel
 from lede.cost_tables import CostTables
 from lede.draft_rounds import DraftRounds, Stage
-from lede.policies.base import BLIND, ExitAt, LayerState, Policy, PreScan, PreScanState, SkipSublayers
+from lede.lookup_table import lookups_of
+from lede.policies.base import BLIND, ExitAt, LayerState, Lookup, Policy, PreScan, PreScanState, SkipSublayers
 from lede.policies.learned import LearnedPolicy
+from lede.policies.lookup import LookupPolicy
+from lede.policies.lookup_value import LookupValuePolicy
 from lede.policies.static import StaticPolicy
 from lede.policies.survival import SurvivalPolicy
 from lede.rewards import CONTINUE, EXIT
-from lede.round_log import RoundLog
+from lede.round_log import SOURCES, RoundLog
 
 if TYPE_CHECKING:
     from lede.trace_table import Ints, TraceTable
@@ -37,7 +40,7 @@ class Simulation:
     plain_seconds: npt.NDArray[np.float64]  # (prompt,)
     """What plain decoding spends on the same texts."""
     head_reads: Ints  # (prompt,)
-    """Head reads of the scan and the draft."""
+    """Head reads of the scan, the draft and pruned lookups."""
     log: RoundLog
     """Every round."""
 
@@ -59,20 +62,26 @@ class Simulation:
 
     @property
     def draft_length(self) -> float | None:
-        """Mean tokens drafted in the rounds that drafted."""
-        drafts = self.log.layer > 0
+        """Mean tokens drafted in the rounds that drafted, from whatever source."""
+        drafts = self.log.source > 0
         return float(self.log.n_drafted[drafts].mean()) if drafts.any() else None
 
     @property
     def exit_layer(self) -> float | None:
-        """Mean exit layer of the rounds that drafted."""
+        """Mean exit layer of the rounds that drafted with layers."""
         drafts = self.log.layer > 0
         return float(self.log.layer[drafts].mean()) if drafts.any() else None
 
     def layer_shares(self) -> dict[int, float]:
-        """Share of rounds by exit layer; 0 stands for plain passes."""
+        """Share of rounds by exit layer; 0 stands for rounds without one: plain passes and lookups."""
         layers, counts = np.unique(self.log.layer, return_counts=True)
         return {int(layer): float(n / len(self.log)) for layer, n in zip(layers, counts, strict=True)}
+
+    def source_shares(self) -> dict[str, tuple[float, float]]:
+        """Share of rounds and of committed tokens by source of the draft, out of `lede.round_log.SOURCES`."""
+        rounds = np.bincount(self.log.source, minlength=len(SOURCES)) / max(len(self.log), 1)
+        tokens = np.bincount(self.log.source, self.log.n_committed, len(SOURCES)) / max(int(self.tokens.sum()), 1)
+        return {name: (float(rounds[i]), float(tokens[i])) for i, name in enumerate(SOURCES)}
 
 
 def simulate(
@@ -104,6 +113,12 @@ def simulate(
     if isinstance(policy, StaticPolicy):
         plan = BLIND + rounds.candidates.tolist().index(_static_layer(policy, table))
         return play(rounds, _drafting_blind(plan, policy.config.draft_length))
+    if isinstance(policy, LookupPolicy):
+        copy = rounds.lookup_action(policy.plan)
+        return play(rounds, lambda lanes: np.full(lanes.stage.size, copy, dtype=np.int64))
+    if isinstance(policy, LookupValuePolicy):
+        valued = policy
+        return play(rounds, lambda lanes: valued.decide(lanes.observe()))
     if isinstance(policy, SurvivalPolicy):  # remembers its draft, and so needs a memory for each lane
         from lede.reference_thresholds import lane_decisions
 
@@ -138,7 +153,11 @@ def rounds_of(
     # a policy that looks at nothing is free wherever it is asked
     asked = features is None or (policy is not None and policy.decides_pre_scan)
     tables = CostTables(costs, candidates, table.max_context, max_draft)
-    return DraftRounds(table, tables, features, decides_pre_scan=asked, seed=seed, log=RoundLog())
+    plans = _lookups(policy)
+    config = None if policy is None else policy.lookup
+    longest = max((plan.length for plan in plans), default=1)
+    lookup = None if config is None else lookups_of(table, config, longest)
+    return DraftRounds(table, tables, features, asked, seed, RoundLog(), lookup, plans)
 
 
 def play(rounds: DraftRounds, decide: Decide) -> Simulation:
@@ -153,7 +172,7 @@ def play(rounds: DraftRounds, decide: Decide) -> Simulation:
         tokens=rounds.tokens,
         seconds=rounds.seconds,
         plain_seconds=plain_seconds(table, rounds.costs),
-        head_reads=_head_reads(rounds),
+        head_reads=_head_reads(rounds) + rounds.pruning_reads,
         log=rounds.log,
     )
 
@@ -165,6 +184,15 @@ def plain_seconds(table: TraceTable, costs: CostTables) -> npt.NDArray[np.float6
     return np.asarray(sums[start + table.n_decided] - sums[start])
 
 
+def _lookups(policy: Policy | None) -> tuple[Lookup, ...]:
+    """The lookups that a policy is known to choose from; others are added when it chooses them."""
+    if isinstance(policy, LookupPolicy):
+        return (policy.plan,)
+    if isinstance(policy, LearnedPolicy | LookupValuePolicy):
+        return policy.config.lookups
+    return ()
+
+
 def _static_layer(policy: StaticPolicy, table: TraceTable) -> int:
     return policy.config.exit_layer or max(1, table.n_layers // 4)
 
@@ -172,11 +200,13 @@ def _static_layer(policy: StaticPolicy, table: TraceTable) -> int:
 def _head_reads(rounds: DraftRounds) -> Ints:
     log, features = rounds.log, rounds.features
     assert log is not None
-    if features is None:  # one a drafted token
-        reads = log.n_drafted
+    if features is None:  # one a token that layers drafted
+        reads = np.where(log.layer > 0, log.n_drafted, 0)
     else:
-        second = features.draft_agreement & (log.layer > rounds.candidates[0])
-        asked = log.n_drafted + np.where(log.ending == 1, 1, 0) - np.where(log.layer > 0, 1, 0)  # in the draft
+        second = features.draft_agreement & (log.layer > (rounds.candidates[0] if rounds.candidates.size else 0))
+        asked = (
+            np.where(log.layer > 0, log.n_drafted, 0) + np.where(log.ending == 1, 1, 0) - np.where(log.layer > 0, 1, 0)
+        )  # in the draft
         blind = (log.layer > 0) & (log.n_scanned == 0)
         reads = log.n_scanned + blind + asked * (1 + second)
     return np.asarray(np.bincount(log.prompt, weights=reads, minlength=rounds.table.n_prompts).astype(np.int64))
@@ -208,6 +238,9 @@ def _one_by_one(policy: Policy) -> Decide:
                         f"the {policy.kind} policy drafts with gaps; traces know exits alone and can't tell what such "
                         "a draft would say"
                     )
+                if isinstance(choice, Lookup):
+                    actions[i] = lanes.lookup_action(choice)
+                    continue
                 if isinstance(choice, ExitAt) and choice.exit_layer not in places:
                     raise ValueError(
                         f"the {policy.kind} policy drafts at layer {choice.exit_layer}, which is none of the "
@@ -232,4 +265,5 @@ def _before(lanes: DraftRounds, lane: int, observation: npt.NDArray[np.float32])
         remaining=lanes.table.max_new_tokens - t,
         n_tokens=int(lanes.table.prompt_length[prompt]) + t,
         observation=observation,
+        match=None if lanes.lookup is None else lanes.lookup.match(int(lanes.row[lane])),
     )

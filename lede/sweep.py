@@ -17,13 +17,14 @@ import tyro
 
 from lede.run_folder import RunFolder
 from lede.sweep_grid import flag, grid, parse_sweeps, spell
-from lede.training import TrainConfig, fixed_settings, train
+from lede.training import TrainConfig, fixed_settings, train, with_defaults
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from lede.buffers.store import TraceStore, TransitionStore
     from lede.policies.learned import LearnedPolicy
+    from lede.policies.lookup_value import LookupValuePolicy
     from lede.policies.survival import SurvivalPolicy
     from lede.sweep_results import RunResult, SweepResults, SweepRun
 
@@ -59,7 +60,7 @@ class SweepConfig(TrainConfig):
         return self.seeds or (DEFAULT_SEEDS if self.sweep else 1)
 
 
-def train_or_sweep(config: SweepConfig) -> LearnedPolicy | SurvivalPolicy | SweepResults:
+def train_or_sweep(config: SweepConfig) -> LearnedPolicy | SurvivalPolicy | LookupValuePolicy | SweepResults:
     """Train once, or sweep if there is something to vary.
 
     Raises:
@@ -101,9 +102,11 @@ def sweep(
     from lede.buffers.store import open_store
     from lede.checkpoint import load_policy
     from lede.cost_profile import CostProfile
+    from lede.processes import check_alone
     from lede.sweep_report import plot_sweep, report
     from lede.sweep_results import SweepResults, SweepRun
 
+    check_alone("a sweep")
     out, settings = Path(config.out), grid(parse_sweeps(config.sweep))
     _check_out(out, config.resume)
     runs = [  # all settings with the first seed come first, so that an early look compares them all
@@ -198,7 +201,7 @@ def _earlier(folder: RunFolder, config: TrainConfig) -> RunResult | None:
 
     if not folder.config.exists():
         return None
-    then = _read_json(folder.config)
+    then = with_defaults(_read_json(folder.config))
     now = {**fixed_settings(config), "steps": config.steps}
     odd = [f"{flag(name)}: {then.get(name)} / {now[name]}" for name in now if then.get(name) != now[name]]
     if odd:
@@ -248,7 +251,7 @@ def _digest(
     digest = hashlib.sha256()
     for store in (buffer, validation):
         digest.update(repr(None if store is None else store.settings).encode())
-        for record in () if store is None else store.prompts:
+        for record in () if store is None else store:  # read once, not kept: it may be too large
             for name, value in vars(record).items():
                 whole = np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
                 digest.update(name.encode() + whole)

@@ -1,8 +1,11 @@
-"""`lede train --algo thresholds`: a survival policy, fitted and searched on the simulator in seconds."""
+"""`lede train --algo thresholds`: a survival policy, or for lookups one that weighs expected tokens against prices.
+
+Both are fitted and searched on the simulator in seconds.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lede.run_folder import RunFolder
 from lede.stopwatch import Stopwatch
@@ -10,7 +13,9 @@ from lede.training import TrainConfig, as_json
 
 if TYPE_CHECKING:
     from lede.buffers.store import TraceStore, TransitionStore
+    from lede.policies.lookup_value import LookupValuePolicy
     from lede.policies.survival import SurvivalPolicy
+    from lede.wall_clock_data import WallClockData
 
 
 def train_thresholds(
@@ -18,14 +23,14 @@ def train_thresholds(
     buffer: TransitionStore | TraceStore | None = None,
     validation: TransitionStore | TraceStore | None = None,
     progress: bool = True,
-) -> SurvivalPolicy:
-    """Fit forecasts of acceptance, search the thresholds and write the run to `config.out`.
+) -> SurvivalPolicy | LookupValuePolicy:
+    """Fit forecasts of acceptance, search the thresholds or prices and write the run to `config.out`.
 
     Args:
         config: Settings; those of networks play no part.
         buffer: The store itself, to spare opening `config.buffer`.
         validation: The store itself, to spare opening `config.validation`.
-        progress: Whether to print the result.
+        progress: Whether to say how much memory the data will take, and to print the result.
 
     Returns:
         The policy, bound to the model of the buffer; also in `out/policy`.
@@ -38,11 +43,13 @@ def train_thresholds(
     from lede.buffers.store import open_store
     from lede.checkpoint import versions
     from lede.cost_profile import CostProfile
-    from lede.reference_thresholds import reference_thresholds
+    from lede.memory_estimate import estimate_memory
+    from lede.processes import check_alone
     from lede.simulation import simulate
     from lede.training_data import load_data
     from lede.wall_clock_data import WallClockData
 
+    check_alone("the search for thresholds")
     folder = RunFolder(config.out)
     if folder.used:
         raise ValueError(f"{config.out} holds a run already, and a search has nothing to resume: give another folder")
@@ -51,28 +58,40 @@ def train_thresholds(
     if validation is None and config.validation is not None:
         validation = open_store(config.validation)
     config = config.settled(buffer.kind)
+    if progress:
+        print(estimate_memory(config, buffer, validation), flush=True)
     profile = None if config.profile is None else CostProfile.load(config.profile)
     data = load_data(config, buffer, validation, profile)
     assert isinstance(data, WallClockData)  # `settled` refuses thresholds for anything else
-    settings = data.settings
-    policy = reference_thresholds(
-        data.training,
-        data.costs,
-        settings.candidates,
-        max_draft=config.max_draft,
-        seed=config.seed,
-        fingerprint=settings.fingerprint or None,
-        trained_temperature=settings.temperature,
-    )
+    policy = _fitted(config, data)
     policy.profile = profile
     speedup = simulate(policy, data.validation, data.costs).speedup
     folder.create()
-    resolved = {**data.description(), "candidates": list(settings.candidates), "speedup": speedup}
+    resolved = {**data.description(), "candidates": list(data.candidates), "speedup": speedup}
     folder.write_config({**as_json(config), "resolved": resolved, "versions": versions()})
     policy.save_pretrained(str(folder.policy))
     watch.write()
-    Console(quiet=not progress).print(
-        f"{speedup:.2f}x plain, simulated, at layers {', '.join(map(str, settings.candidates))}; in {folder.policy}",
-        soft_wrap=True,
-    )
+    where = f"at layers {', '.join(map(str, data.candidates))}" if data.candidates else f"by lookup ({data.lookup})"
+    Console(quiet=not progress).print(f"{speedup:.2f}x plain, simulated, {where}; in {folder.policy}", soft_wrap=True)
     return policy
+
+
+def _fitted(config: TrainConfig, data: WallClockData) -> SurvivalPolicy | LookupValuePolicy:
+    from lede.copy_forecast import COPY_FEATURES
+    from lede.features import FeatureConfig
+    from lede.reference_lookups import reference_lookups
+    from lede.reference_thresholds import reference_thresholds
+    from lede.training_sources import features_for
+
+    settings = data.settings
+    common: dict[str, Any] = {
+        "fingerprint": settings.fingerprint or None,
+        "trained_temperature": settings.temperature,
+        "seed": config.seed,
+    }
+    if data.lookup is None:
+        return reference_thresholds(data.training, data.costs, data.candidates, max_draft=config.max_draft, **common)
+    # the defaults are a network's, which learns where it decides itself
+    given = config.features if config.features != features_for(config.sources) else None
+    features = FeatureConfig(names=given or COPY_FEATURES, window=settings.features.window)
+    return reference_lookups(data.training, data.costs, data.lookup, config.lookups, features, **common)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,6 +77,12 @@ class TraceTable:
     """Entries of the vocabulary, which bounds the entropy."""
     branches: BranchTable | None
     """Branches; None where the traces have none, and the text goes on as the target's after a wrong draft."""
+    prompt_ids: tuple[npt.NDArray[np.int64], ...] = ()  # one a prompt, (token,) each
+    """Prompts; lookups need them, and nothing else does."""
+    token_ids: tuple[npt.NDArray[np.int64], ...] = ()  # one a prompt, (token,) each
+    """New tokens, one more than the decisions; likewise."""
+    lookups: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What `lede.lookup_table.lookups_of` has made of them."""
 
     @classmethod
     def from_traces(
@@ -116,6 +122,8 @@ class TraceTable:
             max_new_tokens=max_new_tokens,
             vocab_size=vocab_size,
             branches=_stack_branches(traces, first_row) if use_branches else None,
+            prompt_ids=tuple(trace.prompt_ids for trace in traces),
+            token_ids=tuple(trace.token_ids for trace in traces),
             **stacked,
         )
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from lede.features import CALIBRATED_FEATURES
+from lede.lookup import Continuation, LookupConfig
 from lede.run_folder import RunFolder
 from lede.stopwatch import Stopwatch
+from lede.training_sources import Sources, features_for
 
 if TYPE_CHECKING:
     from lede.buffers.store import TraceStore, TransitionStore
     from lede.policies.learned import LearnedPolicy
+    from lede.processes import Processes
 
 _PROCESS_FIELDS = ("out", "steps", "checkpoint_interval", "resume", "buffer", "validation", "profile")
 """Settings that a resumed run may change: they move no update. The data are compared by content."""
@@ -38,6 +40,17 @@ class TrainConfig:
     where the buffer holds traces and a profile is given."""
     profile: str | None = None
     """Cost profile of `lede profile`; without one nobody knows what a second buys."""
+    sources: Sources = "exit"
+    """Where drafts may come from: layers of the model (exit), the text itself (lookup), or either, round by round;
+    lookups need the wall-clock objective."""
+    lookups: tuple[int, ...] = (2, 4, 8, 16)
+    """Lengths of the drafts from the text to choose from, ascending."""
+    prune_at: tuple[int, ...] = ()
+    """Layers that may prune drafts from the text: each adds every length pruned there."""
+    max_suffix: int | None = None
+    """Longest end of the text that is searched for; None chooses by the simulated rate."""
+    continuation: Continuation | None = None
+    """What is copied of several earlier places, recent or frequent; None chooses by the simulated rate."""
     candidates: str | None = None
     """Candidate layers for a buffer of traces, such as 2,4,8 or all, or auto to search those that decode fastest by the
     profile; the store's unless given."""
@@ -75,11 +88,15 @@ class TrainConfig:
     """Weight of CQL's conservative term."""
     episode: Literal["token", "prompt", "round"] | None = None
     """What an episode is: a generation step as in the paper, a whole prompt, or with wall-clock a round, which prices
-    what comes after it at the average; None for token, or with wall-clock prompt."""
+    what comes after it at the average; None for token, or with wall-clock prompt, or round where lookups alone draft:
+    then every choice is learned from at every state."""
     passes: int = 4
     """Times that uniform decisions are played on each trace; a buffer of transitions is taken as it is."""
     min_exits: int = 100
     """Exits that the buffer must hold at every candidate."""
+    window: int = 524288
+    """Rows of the buffer held in memory. A store on disk with more is read in windows, and each row drawn once an
+    epoch; what is held out is then a share of a window. The wall-clock objective takes a sample of so many."""
     holdout: float = 0.1
     """Share of the buffer's prompts held out for the learning curve without a validation store; 0 scores on all."""
     explore: float = 0.3
@@ -113,7 +130,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         counts = ("n_steps", "steps", "batch_size", "target_update_interval", "passes", "eval_interval", "max_draft")
-        for name in (*counts, "checkpoint_interval", "refresh_interval", "generations"):
+        for name in (*counts, "checkpoint_interval", "refresh_interval", "generations", "window"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.hidden or min(self.hidden) < 1:
@@ -122,6 +139,10 @@ class TrainConfig:
             raise ValueError(f"gamma must be within (0, 1], got {self.gamma}")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ValueError(f"learning_rate must be a positive number, got {self.learning_rate}")
+        if not self.lookups or list(self.lookups) != sorted(set(self.lookups)) or self.lookups[0] < 1:
+            raise ValueError(f"lookups must be ascending lengths of at least 1, got {list(self.lookups)}")
+        if self.max_suffix is not None:
+            LookupConfig(self.max_suffix)  # complains of what it can't search for
         for name in ("explore", "flips"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be within [0, 1], got {getattr(self, name)}")
@@ -154,12 +175,25 @@ class TrainConfig:
             raise ValueError(
                 "thresholds are searched for tokens a second: they need traces and a cost profile (--profile)"
             )
+        if self.algo == "thresholds" and (
+            self.sources == "exit,lookup" or (self.sources == "lookup" and self.prune_at)
+        ):
+            raise ValueError(
+                "thresholds draft from one source, and unpruned from the text: give --sources exit or lookup without "
+                "--prune-at, or let dqn choose"
+            )
         if wall_clock and self.gamma != 1:
             raise ValueError(
                 f"the wall-clock objective has gamma 1: a second costs the same at any time; got {self.gamma}"
             )
-        names = self.features or (CALIBRATED_FEATURES if wall_clock else None)
-        missing = [name for name in ("in_scan", "in_draft") if wall_clock and name not in (names or ())]
+        if not wall_clock and self.sources != "exit":
+            raise ValueError(
+                f"sources {self.sources} are chosen from by tokens a second: they need traces and a cost profile "
+                "(--profile)"
+            )
+        names = self.features or (features_for(self.sources) if wall_clock else None)
+        staged = wall_clock and self.sources != "lookup"
+        missing = [name for name in ("in_scan", "in_draft") if staged and name not in (names or ())]
         if missing:
             raise ValueError(f"the wall-clock objective needs the features in_scan and in_draft; {missing} is missing")
         return replace(
@@ -167,7 +201,8 @@ class TrainConfig:
             objective=objective,
             steps=self.steps or (8000 if wall_clock else 5000),
             averaging=(0.999 if wall_clock else 0.995) if self.averaging is None else self.averaging,
-            episode=self.episode or ("prompt" if wall_clock else "token"),
+            episode=self.episode or (_wall_clock_episode(self.sources) if wall_clock else "token"),
+            n_steps=1 if self.sources == "lookup" and self.episode in (None, "round") else self.n_steps,
             keep=self.keep or ("best" if self.profile else "last"),
             features=names,
         )
@@ -181,11 +216,15 @@ def train(
 ) -> LearnedPolicy:
     """Train a policy and write the run to `config.out`.
 
+    In a process that torchrun started, it trains together with the others: each takes a share of every batch, the
+    policy is that of one process up to rounding, and the first one writes.
+
     Args:
         config: All settings.
         buffer: The store itself, to spare opening `config.buffer`.
         validation: The store itself, to spare opening `config.validation`.
-        progress: Whether to show a bar, or lines where stdout is no terminal.
+        progress: Whether to say how much memory the data will take, and to show a bar, or lines where stdout is no
+            terminal.
 
     Returns:
         The frozen policy, bound to the model that the buffer was collected from; also in `out/policy`.
@@ -194,14 +233,30 @@ def train(
         ValueError: The settings, the device, the data or what lies in `out` can't be used, or the loss became infinite
             or NaN.
     """
-    from lede.buffers.store import open_store
-    from lede.cost_profile import CostProfile
-    from lede.training_data import load_data
-    from lede.training_run import TrainingRun
+    from lede.processes import joined_processes
 
     if config.algo == "thresholds":
         raise ValueError("thresholds have no network to train; call lede.threshold_training.train_thresholds")
-    folder = RunFolder(config.out)
+    with joined_processes(config.device) as processes:
+        return _train(config, buffer, validation, progress, processes)
+
+
+def _train(
+    config: TrainConfig,
+    buffer: TransitionStore | TraceStore | None,
+    validation: TransitionStore | TraceStore | None,
+    progress: bool,
+    processes: Processes,
+) -> LearnedPolicy:
+    from lede.buffers.store import open_store
+    from lede.cost_profile import CostProfile
+    from lede.memory_estimate import estimate_memory
+    from lede.training_data import load_data
+    from lede.training_run import TrainingRun
+
+    if config.batch_size % processes.size:
+        raise ValueError(f"batch_size {config.batch_size} can't be shared evenly among {processes.size} processes")
+    folder = RunFolder(config.out, writes=processes.first)
     if folder.used and not config.resume:
         raise ValueError(f"{config.out} holds a run already: resume it, or give another folder")
     watch = Stopwatch(folder.path)
@@ -211,25 +266,43 @@ def train(
         validation = open_store(config.validation)
     config = config.settled(buffer.kind)
     _check_device(config.device)
-    profile = None if config.profile is None else CostProfile.load(config.profile)
-    data = load_data(config, buffer, validation, profile)
     saved = folder.last_checkpoint() if config.resume else None
     if saved is not None:
-        _check_resumable(config, data.digest, saved, config.out)
+        _check_resumable(config, saved, config.out)
+    if progress and processes.first:
+        print(estimate_memory(config, buffer, validation, processes.size), flush=True)
+    profile = None if config.profile is None else CostProfile.load(config.profile)
+    data = load_data(config, buffer, validation, profile)
+    if saved is not None:
+        _check_same_data(data.digest, saved, config.out)
+    processes.wait()  # all have seen what lies in the folder before the first one changes it
     folder.create()
-    run = TrainingRun(config, data, folder, saved, watch)
+    run = TrainingRun(config, data, folder, saved, watch, processes)
     folder.write_config(run.description())
     run.learn(progress)
     policy = run.policy()
     policy.profile = profile
-    policy.save_pretrained(str(folder.policy))
+    if processes.first:
+        policy.save_pretrained(str(folder.policy))
     return policy
+
+
+def _wall_clock_episode(sources: Sources) -> Literal["prompt", "round"]:
+    """Rounds where each is one decision, which all choices can be compared at; whole prompts otherwise."""
+    return "round" if sources == "lookup" else "prompt"
 
 
 def fixed_settings(config: TrainConfig) -> dict[str, Any]:
     """The settings that a resumed run must share, as JSON values."""
     values = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _PROCESS_FIELDS}
     return dict(json.loads(json.dumps(values)))
+
+
+def with_defaults(then: dict[str, Any]) -> dict[str, Any]:
+    """The fixed settings of an earlier run, with the default where it knew no such setting."""
+    defaults = {each.name: each.default for each in fields(TrainConfig) if each.default is not MISSING}
+    defaults = {name: value for name, value in defaults.items() if name not in _PROCESS_FIELDS}
+    return {**dict(json.loads(json.dumps(defaults))), **then}
 
 
 def _check_device(device: str) -> None:
@@ -241,21 +314,24 @@ def _check_device(device: str) -> None:
         raise ValueError(f"cannot train on device '{device}': {str(error).strip().splitlines()[0]}") from error
 
 
-def _check_resumable(config: TrainConfig, digest: str, saved: dict[str, Any], out: str) -> None:
-    then, now = json.loads(saved["settings"]), fixed_settings(config)
+def _check_resumable(config: TrainConfig, saved: dict[str, Any], out: str) -> None:
+    then, now = with_defaults(json.loads(saved["settings"])), fixed_settings(config)
     odd = [f"{name}: {then.get(name)} / {now.get(name)}" for name in {**then, **now} if then.get(name) != now.get(name)]
     if odd:
         raise ValueError(
             f"{out} was trained with other settings (then / now): {'; '.join(odd)}. Use those to resume, or "
             "another folder"
         )
+    if saved["step"] > (config.steps or 0):
+        raise ValueError(f"{out} has had {saved['step']} updates already, more than steps = {config.steps}")
+
+
+def _check_same_data(digest: str, saved: dict[str, Any], out: str) -> None:
     if saved["digest"] != digest:
         raise ValueError(
             f"{out} was trained on other data: the buffer or the validation store has changed since. Give the same, or "
             "train in another folder"
         )
-    if saved["step"] > (config.steps or 0):
-        raise ValueError(f"{out} has had {saved['step']} updates already, more than steps = {config.steps}")
 
 
 def as_json(config: TrainConfig) -> dict[str, Any]:

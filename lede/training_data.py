@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,9 +21,11 @@ from lede.policies.base import BLIND
 from lede.policies.learned import LearnedPolicy
 from lede.scoring import Scorer
 from lede.seeding import Purpose, numpy_stream
+from lede.store_parts import sample_shards
 from lede.trace_table import TraceTable
 from lede.transitions import Transitions
 from lede.wall_clock_data import WallClockData, policy_settings
+from lede.windows import TransitionWindows
 
 if TYPE_CHECKING:
     from lede.buffers.records import PromptRollout
@@ -36,13 +39,15 @@ Freeze = Callable[..., LearnedPolicy]
 """Makes a policy of a network's layers."""
 
 _HOLDOUT_STREAM = 1
+_ROLLOUT_NUMBERS = ("observations", "rewards", "final_observation")
+_TRACE_NUMBERS = ("confidence", "entropy", "top1", "match", "anchor", "closing_confidence", "closing_entropy")
 
 
 @dataclass(frozen=True)
 class TrainingData:
     """Transitions to learn from and text to be scored on."""
 
-    transitions: Transitions
+    transitions: Transitions | TransitionWindows
     """What batches are drawn from."""
     settings: StoreSettings
     """Candidates, features, reward and fingerprint, as transitions have them."""
@@ -59,11 +64,17 @@ class TrainingData:
 
     n_actions = BLIND
     stage_flags: ClassVar[tuple[int, ...]] = ()
+    scans = True
+
+    @property
+    def plans(self) -> dict[str, Any]:
+        """Settings of the policy to be: what it chooses from."""
+        return {"candidates": self.settings.candidates}
 
     @property
     def mean(self) -> npt.NDArray[np.float64]:
         """Mean of each feature, `(feature,)`."""
-        return np.asarray(self.transitions.states.mean(axis=0, dtype=np.float64))
+        return self.transitions.mean
 
     def refresh(self, policy: LearnedPolicy) -> None:
         """Nothing to renew: the behaviour is the recorded one."""
@@ -77,7 +88,8 @@ class TrainingData:
 
     def description(self) -> dict[str, Any]:
         """What was settled, as JSON values."""
-        return {"objective": "paper", "validation_prompts": len(self.validation)}
+        windows = {"windows": self.transitions.n_windows} if isinstance(self.transitions, TransitionWindows) else {}
+        return {"objective": "paper", "validation_prompts": len(self.validation), **windows}
 
     def score(self, policy: LearnedPolicy) -> GreedyScore:
         """The policy on the validation text; in seconds too if there is a cost profile."""
@@ -99,8 +111,7 @@ class TrainingData:
     @property
     def std(self) -> npt.NDArray[np.float64]:
         """Standard deviation of each feature, `(feature,)`; 1 for one that never changes."""
-        std = self.transitions.states.std(axis=0, dtype=np.float64)
-        return np.where(std > 1e-6, std, 1.0)
+        return self.transitions.std
 
 
 def load_data(
@@ -121,34 +132,37 @@ def load_data(
         ValueError: A number is not finite, a candidate was left too rarely, the validation store or the profile is of
             another kind, model or setting, or there is nothing to learn from.
     """
+    if is_windowed(config, buffer):
+        if config.objective != "wall-clock" or not isinstance(buffer, TraceStore):
+            from lede.windowed_data import load_windows
+
+            return load_windows(config, buffer, validation, profile)
+        buffer = sample_shards(buffer, config.window, config.seed)
     _check_finite(buffer)
     if validation is not None:
-        _check_validation(buffer, validation)
+        check_validation(buffer, validation)
+        warn_of_shared({record.prompt_ids.tobytes() for record in buffer.prompts}, validation)
         _check_finite(validation)
     held_out = _hold_out(config, buffer) if validation is None else ()
     scored = validation if validation is not None else buffer.select(held_out or buffer.prompt_indices)
     if profile is not None:
-        _check_profile(buffer, profile)
+        check_profile(buffer, profile)
     if profile is not None and config.objective == "wall-clock":
         return _wall_clock(config, buffer, scored, profile, held_out)
     stores = _transition_stores(config, buffer, profile)
-    _check_exits(stores[0], config.min_exits)
+    exits = np.concatenate([rollout.exit_layer for rollout in stores[0]] or [np.zeros(0, dtype=np.int16)])
+    check_exits({layer: int((exits == layer).sum()) for layer in stores[0].settings.candidates}, config.min_exits)
     rollouts = [rollout for store in stores for rollout in store if rollout.prompt_index not in held_out]
     transitions = Transitions.from_rollouts(rollouts, "prompt" if config.episode == "prompt" else "token")
-    if config.episode == "prompt" and config.gamma == 1 and not transitions.terminated.any():
-        raise ValueError(
-            "episode='prompt' with gamma 1, and no prompt that is trained on ends by EOS: the value of going on "
-            "without end is infinite. Give a gamma below 1 (it applies per token), or collect with a larger "
-            "max_new_tokens"
-        )
+    check_ends(config, bool(transitions.terminated.any()))
     return TrainingData(
         transitions=transitions,
         settings=stores[0].settings,
         validation=scored.prompts,
         validation_kind=scored.kind,
         held_out=held_out,
-        digest=_digest([transitions, *scored.prompts, *([] if profile is None else [profile.costs])]),
-        scorer=_scorer(config, stores[0].settings, scored, profile),
+        digest=digest_of([transitions, *scored.prompts, *([] if profile is None else [profile.costs])]),
+        scorer=make_scorer(config, stores[0].settings, scored, profile),
     )
 
 
@@ -161,8 +175,9 @@ def _wall_clock(
 ) -> WallClockData:
     kept = [trace for trace in buffer if isinstance(trace, PromptTrace) and trace.prompt_index not in held_out]
     others = [trace for trace in scored if isinstance(trace, PromptTrace)]
-    settings = policy_settings(config, buffer.settings, _candidates(config, buffer, profile))
-    digest = _digest([*kept, *others, profile.costs])
+    candidates = _candidates(config, buffer, profile) if "exit" in config.sources else buffer.settings.candidates
+    settings = policy_settings(config, buffer.settings, candidates)
+    digest = digest_of([*kept, *others, profile.costs])
     return WallClockData(config, settings, kept, others, profile.costs, held_out, digest)
 
 
@@ -182,18 +197,32 @@ def _candidates(config: TrainConfig, buffer: TransitionStore | TraceStore, profi
     return search_candidates(table, profile.costs, layers, config.max_draft, seed=config.seed).candidates
 
 
+def is_windowed(config: TrainConfig, buffer: TransitionStore | TraceStore) -> bool:
+    """Whether the buffer is too large to be held: on disk, and with more rows than a window."""
+    return buffer.n_shards > 0 and buffer.n_rows > config.window
+
+
 def _transition_stores(
     config: TrainConfig, buffer: TransitionStore | TraceStore, profile: CostProfile | None
 ) -> list[TransitionStore]:
     """The buffer itself, or passes of uniform decisions over its traces."""
-    from lede.buffers.playback import synthesize
-
     if not isinstance(buffer, TraceStore):
         return [buffer]
+    return [play(buffer) for play in uniform_passes(config, buffer, profile)]
+
+
+def uniform_passes(
+    config: TrainConfig, buffer: TraceStore, profile: CostProfile | None
+) -> list[Callable[[TraceStore], TransitionStore]]:
+    """What plays uniform decisions on traces, once for each pass; on a part of the buffer as on the whole."""
+    from lede.buffers.playback import synthesize
+
     seeds = np.random.SeedSequence(config.seed, spawn_key=(int(Purpose.SYNTHESIS),)).generate_state(config.passes)
     layers = None if config.candidates is None else _candidates(config, buffer, profile)
     features = None if config.features is None else replace(buffer.settings.features, names=config.features)
-    return [synthesize(buffer, "uniform", int(seed), layers, features) for seed in seeds]
+    return [
+        partial(synthesize, behaviour="uniform", seed=int(seed), candidates=layers, features=features) for seed in seeds
+    ]
 
 
 def _hold_out(config: TrainConfig, buffer: TransitionStore | TraceStore) -> tuple[int, ...]:
@@ -210,29 +239,32 @@ def _hold_out(config: TrainConfig, buffer: TransitionStore | TraceStore) -> tupl
 
 def _check_finite(store: TransitionStore | TraceStore) -> None:
     """Refuse NaN and infinity by the row, counted over the prompts in order."""
-    names = {
-        "transitions": ("observations", "rewards", "final_observation"),
-        "traces": ("confidence", "entropy", "top1", "match", "anchor", "closing_confidence", "closing_entropy"),
-    }[store.kind]
     first_row = 0
     for record in store.prompts:  # read once, kept for what follows
-        for name in names:
-            values = np.atleast_1d(getattr(record, name))
-            if not np.isfinite(values).all():
-                place = np.argwhere(~np.isfinite(values))[0].tolist()
-                of_rows = name not in ("anchor", "final_observation", "closing_confidence", "closing_entropy")
-                where = f"row {first_row + place[0]}" if of_rows else "the record"
-                raise ValueError(
-                    f"{where} (prompt {record.prompt_index}) of {store.path or 'the store'} holds "
-                    f"{values[tuple(place)]} in `{name}`: the model's logits were not finite there. Collect the prompt "
-                    "again, with a wider dtype if it recurs"
-                )
+        check_finite_record(record, first_row, store.path or "the store")
         first_row += record.n_rows
 
 
-def _check_exits(store: TransitionStore, min_exits: int) -> None:
-    exits = np.concatenate([rollout.exit_layer for rollout in store] or [np.zeros(0, dtype=np.int16)])
-    counts = {layer: int((exits == layer).sum()) for layer in store.settings.candidates}
+def check_finite_record(record: PromptTrace | PromptRollout, first_row: int, where: str) -> None:
+    """Refuse NaN and infinity by the row, counted from `first_row` at the record's own first.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    for name in _TRACE_NUMBERS if isinstance(record, PromptTrace) else _ROLLOUT_NUMBERS:
+        values = np.atleast_1d(getattr(record, name))
+        if not np.isfinite(values).all():
+            place = np.argwhere(~np.isfinite(values))[0].tolist()
+            of_rows = name not in ("anchor", "final_observation", "closing_confidence", "closing_entropy")
+            row = f"row {first_row + place[0]}" if of_rows else "the record"
+            raise ValueError(
+                f"{row} (prompt {record.prompt_index}) of {where} holds {values[tuple(place)]} in `{name}`: the "
+                "model's logits were not finite there. Collect the prompt again, with a wider dtype if it recurs"
+            )
+
+
+def check_exits(counts: dict[int, int], min_exits: int) -> None:
+    """Refuse data with too few exits at a candidate; `counts` has them by candidate."""
     rare = [f"layer {layer} ({count} exits)" for layer, count in counts.items() if count < min_exits]
     if rare:
         raise ValueError(
@@ -241,7 +273,18 @@ def _check_exits(store: TransitionStore, min_exits: int) -> None:
         )
 
 
-def _check_validation(buffer: TransitionStore | TraceStore, validation: TransitionStore | TraceStore) -> None:
+def check_ends(config: TrainConfig, terminated: bool) -> None:
+    """Refuse prompt episodes without discount of which none is `terminated`."""
+    if config.episode == "prompt" and config.gamma == 1 and not terminated:
+        raise ValueError(
+            "episode='prompt' with gamma 1, and no prompt that is trained on ends by EOS: the value of going on "
+            "without end is infinite. Give a gamma below 1 (it applies per token), or collect with a larger "
+            "max_new_tokens"
+        )
+
+
+def check_validation(buffer: TransitionStore | TraceStore, validation: TransitionStore | TraceStore) -> None:
+    """Refuse a validation store of another kind, model or setting, or without a token."""
     if validation.kind != "traces":
         raise ValueError(f"validation must be a store of traces (--collector teacher), got one of {validation.kind}")
     ours, theirs = buffer.settings, validation.settings
@@ -259,7 +302,10 @@ def _check_validation(buffer: TransitionStore | TraceStore, validation: Transiti
         )
     if not validation.n_rows:
         raise ValueError("the validation store holds no decided token")
-    seen = {record.prompt_ids.tobytes() for record in buffer.prompts}
+
+
+def warn_of_shared(seen: Container[bytes], validation: TransitionStore | TraceStore) -> None:
+    """Warn of validation prompts whose ids are among those `seen` in the buffer."""
     shared = sum(record.prompt_ids.tobytes() in seen for record in validation.prompts)
     if shared:
         warnings.warn(
@@ -268,16 +314,18 @@ def _check_validation(buffer: TransitionStore | TraceStore, validation: Transiti
         )
 
 
-def _scorer(
+def make_scorer(
     config: TrainConfig, settings: StoreSettings, scored: TransitionStore | TraceStore, profile: CostProfile | None
 ) -> Scorer | None:
+    """What says how many seconds a policy takes on what is scored; None without traces or a profile."""
     if profile is None or scored.kind != "traces":
         return None
     table = TraceTable.from_traces(scored.prompts, settings.max_new_tokens, settings.vocab_size, config.branches)
     return Scorer(table, profile.costs, settings.candidates, config.max_draft)
 
 
-def _check_profile(buffer: TransitionStore | TraceStore, profile: CostProfile) -> None:
+def check_profile(buffer: TransitionStore | TraceStore, profile: CostProfile) -> None:
+    """Refuse a cost profile of another model."""
     if not buffer.settings.fingerprint:  # made by hand
         return
     odd = compare_fingerprints(buffer.settings.fingerprint, profile.fingerprint)
@@ -288,7 +336,8 @@ def _check_profile(buffer: TransitionStore | TraceStore, profile: CostProfile) -
         )
 
 
-def _digest(records: Sequence[Any]) -> str:
+def digest_of(records: Iterable[Any]) -> str:
+    """SHA-256 over the fields of records."""
     digest = hashlib.sha256()
     for record in records:
         for name, value in vars(record).items():

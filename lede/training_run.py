@@ -16,7 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lede.checkpoint import versions
 from lede.learner import Learner
 from lede.learning_curve import CurvePoint, GreedyScore, LearningCurve, read_curve
+from lede.policies.base import BLIND
 from lede.policies.learned import LearnedPolicy
+from lede.processes import ALONE, Processes
 from lede.q_network import Layers
 from lede.rewards import CONTINUE, EXIT
 from lede.run_folder import RunFolder
@@ -24,6 +26,7 @@ from lede.seeding import Purpose, numpy_stream, torch_stream
 from lede.stopwatch import Stopwatch
 from lede.training import TrainConfig, as_json, fixed_settings
 from lede.training_data import TrainingData
+from lede.transitions import NStepBatch
 from lede.wall_clock_data import WallClockData
 
 N_PROBE = 1024
@@ -39,6 +42,7 @@ class TrainingRun:
         folder: Where checkpoints and the curve go.
         saved: A checkpoint to go on from; None starts anew.
         watch: Runs since the run was asked for; None for from now on.
+        processes: Those that train together; None for this one alone.
     """
 
     def __init__(
@@ -48,18 +52,21 @@ class TrainingRun:
         folder: RunFolder,
         saved: dict[str, Any] | None = None,
         watch: Stopwatch | None = None,
+        processes: Processes | None = None,
     ) -> None:
+        self._processes = processes or ALONE
         self.config, self.data, self.folder = config, data, folder
         self._watch = watch or Stopwatch(folder.path)
         self.step = 0
         self._rng = numpy_stream(config.seed, Purpose.TRAINING)
         seed = torch_stream(config.seed, Purpose.TRAINING).initial_seed()
-        self.learner = Learner(config, data.mean, data.std, seed, data.n_actions, data.stage_flags)
+        self.learner = Learner(
+            config, data.mean, data.std, seed, data.n_actions, data.stage_flags, data.scans, processes
+        )
         self._losses: list[float] = []  # since the last point of the curve
         self._best: dict[str, Any] | None = None
         self._steps = config.steps or 0
-        every = max(1, len(data.transitions) // N_PROBE)
-        self._probe = data.transitions.states[::every][:N_PROBE]
+        self._probe = data.transitions.probe(N_PROBE)
         if saved is not None:
             self.step = saved["step"]
             self._rng.bit_generator.state = json.loads(saved["rng"])
@@ -79,8 +86,8 @@ class TrainingRun:
         known = read_curve(self.folder.curve) if self.step else []
         resumed = [point for point in known if point.step <= self.step and not point.step % config.eval_interval]
         with (
-            LearningCurve(self.folder.logs, resumed) as curve,
-            _Display(self._steps, self.step, progress, str(self.folder.path)) as display,
+            LearningCurve(self.folder.logs, resumed, self.folder.writes) as curve,
+            _Display(self._steps, self.step, progress and self.folder.writes, str(self.folder.path)) as display,
         ):
             if not curve.points:
                 display.point(self._point(curve))
@@ -99,7 +106,7 @@ class TrainingRun:
             if self.step % config.eval_interval:
                 display.point(point := self._point(curve))
                 self._consider(point.score)
-            if self.step > begin:
+            if self.step > begin and self.folder.writes:
                 self._watch.write()
 
     def policy(self) -> LearnedPolicy:
@@ -140,17 +147,26 @@ class TrainingRun:
         }
 
     def _update(self) -> None:
-        config, transitions = self.config, self.data.transitions
-        rows = self._rng.integers(0, len(transitions), config.batch_size)
-        greedy = self.learner.target_greedy if config.cut_at_greedy else None
-        loss = self.learner.update(transitions.batch(rows, config.n_steps, config.gamma, greedy))
+        loss = self.learner.update(self._batch())
         self.step += 1
         self._losses.append(loss)
         if not math.isfinite(loss):
             raise ValueError(
                 f"the loss is {loss} at step {self.step}: the values exploded. Lower learning_rate (now "
-                f"{config.learning_rate:g}) or, in prompt episodes, gamma (now {config.gamma:g})"
+                f"{self.config.learning_rate:g}) or, in prompt episodes, gamma (now {self.config.gamma:g})"
             )
+
+    def _batch(self) -> NStepBatch:
+        """The next batch, or this process's share of it: which rows are drawn is the same for any number of them."""
+        config, n_before, pieces = self.config, 0, []
+        greedy = self.learner.target_greedy if config.cut_at_greedy else None
+        drawn = self.data.transitions.draw(self._rng, self.step * config.batch_size, config.batch_size)
+        for transitions, rows in drawn:
+            mine = rows[self._processes.share(n_before)]
+            n_before += rows.size
+            if mine.size:
+                pieces.append(transitions.batch(mine, config.n_steps, config.gamma, greedy))
+        return NStepBatch.join(pieces)
 
     def _point(self, curve: LearningCurve) -> CurvePoint:
         policy = self._policy_of(self.learner.layers())
@@ -159,7 +175,7 @@ class TrainingRun:
             step=self.step,
             loss=math.fsum(self._losses) / len(self._losses) if self._losses else None,
             q_continue=float(values[CONTINUE]),
-            q_exit=float(values[EXIT]),
+            q_exit=float(values[EXIT if self.data.scans else BLIND]),
             score=self.data.score(policy),
         )
         curve.add(point)
@@ -187,7 +203,7 @@ class TrainingRun:
             max_draft=self.config.max_draft,
             fingerprint=settings.fingerprint or None,  # a store made by hand may have none
             features=settings.features,
-            candidates=settings.candidates,
+            **self.data.plans,
             trained_temperature=settings.temperature,
         )
 
@@ -205,7 +221,8 @@ class TrainingRun:
                 "digest": self.data.digest,
             },
         )
-        self._watch.write()
+        if self.folder.writes:
+            self._watch.write()
 
 
 class _Display:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -33,6 +33,14 @@ class NStepBatch:
     """1 where the episode terminated on the way."""
     intervals: npt.NDArray[np.float32]  # (batch, 1)
     """Exponent of gamma at the bootstrap: decisions passed, or tokens passed in prompt episodes."""
+
+    @classmethod
+    def join(cls, pieces: Sequence[NStepBatch]) -> NStepBatch:
+        """One batch of several."""
+        if len(pieces) == 1:
+            return pieces[0]
+        columns = {each.name: [getattr(piece, each.name) for piece in pieces] for each in fields(cls)}
+        return cls(**{name: np.concatenate(parts) for name, parts in columns.items()})
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,33 @@ class Transitions:
     def states(self) -> npt.NDArray[np.float32]:
         """States before the decisions, `(row, feature)`."""
         return self.observations[: len(self)]
+
+    @property
+    def mean(self) -> npt.NDArray[np.float64]:
+        """Mean of each feature over the states, `(feature,)`."""
+        return np.asarray(self.states.mean(axis=0, dtype=np.float64))
+
+    @property
+    def std(self) -> npt.NDArray[np.float64]:
+        """Standard deviation of each feature, `(feature,)`; 1 for one that never changes."""
+        std = self.states.std(axis=0, dtype=np.float64)
+        return np.where(std > 1e-6, std, 1.0)
+
+    def probe(self, n: int) -> npt.NDArray[np.float32]:
+        """Some of the states, evenly spaced, `(at most n, feature)`."""
+        return self.states[:: max(1, len(self) // n)][:n]
+
+    def draw(
+        self, rng: np.random.Generator, position: int, n: int
+    ) -> Iterator[tuple[Transitions, npt.NDArray[np.int64]]]:
+        """`n` rows at random, with replacement, and what they are rows of.
+
+        Args:
+            rng: Draws them.
+            position: Rows drawn before; of no importance here, see `lede.windows`.
+            n: Rows.
+        """
+        yield self, rng.integers(0, len(self), n)
 
     def batch(
         self, rows: npt.NDArray[np.integer], n_steps: int, gamma: float, greedy: Greedy | None = None

@@ -10,7 +10,7 @@ Source: Dinkelbach, On nonlinear fractional programming (1967), for the ratio of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,17 +18,22 @@ import numpy as np
 from lede.ceilings import solve
 from lede.cost_tables import CostTables
 from lede.draft_rounds import DraftRounds
-from lede.features import CALIBRATED_FEATURES, FeatureConfig
+from lede.features import FeatureConfig
 from lede.learning_curve import GreedyScore
-from lede.policies.base import BLIND
+from lede.lookup_behaviour import record_choices
+from lede.lookup_table import LookupTable, lookups_of
+from lede.policies.base import BLIND, Lookup
 from lede.policies.learned import LearnedPolicy
-from lede.policies.static import StaticPolicy
+from lede.policies.lookup import LookupPolicy
+from lede.policies.static import StaticConfig, StaticPolicy
+from lede.reference_lookups import best_static_lookup, search_lookup
 from lede.reference_thresholds import fit_forecast
 from lede.round_behaviour import RoundTransitions, join, record
 from lede.scoring import Scorer
 from lede.seeding import Purpose, numpy_stream
 from lede.simulation import simulate
 from lede.trace_table import TraceTable
+from lede.training_sources import features_for
 
 if TYPE_CHECKING:
     from lede.buffers.records import PromptTrace
@@ -73,13 +78,23 @@ class WallClockData:
         self.training = TraceTable.from_traces(training, *size)
         self.validation = TraceTable.from_traces(validation, *size)
         self.settings = settings = self._with_forecast(settings)
-        tables = CostTables(costs, settings.candidates, self.training.max_context, config.max_draft)
-        self._rounds = DraftRounds(self.training, tables, settings.features, seed=config.seed)
-        self._clairvoyant = solve(self.training, costs, settings.candidates, config.max_draft, config.seed)
-        self.static = best_static(self.training, costs, config.max_draft)
+        self.candidates = settings.candidates if "exit" in config.sources else ()
+        self.lookup, self.lookups = None, lookup_plans(config)
+        if self.lookups:
+            lengths = sorted({plan.length for plan in self.lookups})
+            self.lookup = search_lookup(
+                self.training, costs, config.max_suffix, config.continuation, lengths, config.seed
+            )
+        copies, others = self._looked_up(self.training), self._looked_up(self.validation)
+        tables = CostTables(costs, self.candidates, self.training.max_context, config.max_draft)
+        self._rounds = DraftRounds(
+            self.training, tables, settings.features, seed=config.seed, lookup=copies, lookups=self.lookups
+        )
+        self._clairvoyant = solve(self.training, costs, self.candidates, config.max_draft, config.seed, copies)
+        self.static = self._best_static()
         self.rate = simulate(self.static, self.training, costs).rate
         self.static_speedup = simulate(self.static, self.validation, costs).speedup
-        self._scorer = Scorer(self.validation, costs, settings.candidates, config.max_draft)
+        self._scorer = Scorer(self.validation, costs, self.candidates, config.max_draft, others)
         self._kept: list[tuple[int, Any]] = []  # number of a generation and the network that played it
         self._parts: list[RoundTransitions] = []
         self._generation(0, None)
@@ -91,8 +106,18 @@ class WallClockData:
 
     @property
     def n_actions(self) -> int:
-        """Continue, exit, and a blind draft at each candidate."""
-        return BLIND + len(self.settings.candidates)
+        """Continue, exit, a blind draft at each candidate, and each lookup."""
+        return BLIND + len(self.candidates) + len(self.lookups)
+
+    @property
+    def scans(self) -> bool:
+        """Whether there are candidates to scan."""
+        return bool(self.candidates)
+
+    @property
+    def plans(self) -> dict[str, Any]:
+        """Settings of the policy to be: what it chooses from."""
+        return {"candidates": self.candidates, "lookup": self.lookup, "lookups": self.lookups}
 
     @property
     def stage_flags(self) -> tuple[int, ...]:
@@ -125,9 +150,12 @@ class WallClockData:
 
     def description(self) -> dict[str, Any]:
         """What was settled, as JSON values."""
+        best = self.static.config
+        static: dict[str, Any] = {"exit_layer": best.exit_layer} if isinstance(best, StaticConfig) else {"lookup": True}
         return {
             "objective": "wall-clock",
-            "static": {"exit_layer": self.static.config.exit_layer, "draft_length": self.static.config.draft_length},
+            "lookup": None if self.lookup is None else asdict(self.lookup),
+            "static": {**static, "draft_length": best.draft_length},
             "static_speedup": self.static_speedup,
             "branches": self.training.branches is not None,
             "validation_prompts": self.validation.n_prompts,
@@ -144,11 +172,16 @@ class WallClockData:
 
     def _generation(self, number: int, policy: LearnedPolicy | None) -> None:
         rng = numpy_stream(self.config.seed, Purpose.SYNTHESIS, number)
-        if policy is None:
-            part = record(self._rounds, rng, episode=self._unit, clairvoyant=self._clairvoyant)
+        unit, share, flips = self._unit, self.config.explore, self.config.flips
+        one_decision = not self.candidates and unit == "round"
+        if one_decision and policy is None:
+            part = record_choices(self._rounds, rng, self._clairvoyant)
+        elif one_decision and policy is not None:
+            part = record_choices(self._rounds, rng, self._clairvoyant, policy.decide, share)
+        elif policy is None:
+            part = record(self._rounds, rng, episode=unit, clairvoyant=self._clairvoyant)
         else:
-            share, flips = self.config.explore, self.config.flips
-            part = record(self._rounds, rng, policy.decide, share, flips, self._unit, self._clairvoyant)
+            part = record(self._rounds, rng, policy.decide, share, flips, unit, self._clairvoyant)
         self._kept = [*self._kept, (number, policy)][-self.config.generations :]
         self._parts = [*self._parts, part][-self.config.generations :]
 
@@ -156,9 +189,30 @@ class WallClockData:
     def _unit(self) -> str:
         return "round" if self.config.episode == "round" else "prompt"
 
+    def _looked_up(self, table: TraceTable) -> LookupTable | None:
+        if self.lookup is None:
+            return None
+        return lookups_of(table, self.lookup, max(plan.length for plan in self.lookups))
+
+    def _best_static(self) -> StaticPolicy | LookupPolicy:
+        """The fastest setting that never decides, of the sources that there are."""
+        tried: list[StaticPolicy | LookupPolicy] = []
+        if self.candidates:
+            tried.append(best_static(self.training, self.costs, self.config.max_draft))
+        if self.lookup is not None:
+            tried.append(best_static_lookup(self.training, self.costs))
+        return max(tried, key=lambda policy: simulate(policy, self.training, self.costs).rate)
+
     def _price(self) -> None:
         self._joined = join(self._parts)
         self.transitions: Transitions = self._joined.priced(self.rate, self.config.shaping)
+
+
+def lookup_plans(config: TrainConfig) -> tuple[Lookup, ...]:
+    """Drafts from the text to choose from: every length unpruned, then pruned at each layer that was asked for."""
+    if "lookup" not in config.sources:
+        return ()
+    return tuple(Lookup(length, layer) for layer in (None, *config.prune_at) for length in config.lookups)
 
 
 def stage_flags(features: FeatureConfig) -> tuple[int, ...]:
@@ -182,7 +236,7 @@ def best_static(
 def policy_settings(config: TrainConfig, settings: StoreSettings, candidates: Sequence[int]) -> StoreSettings:
     """Settings of the traces with the policy's candidates and features."""
     features = FeatureConfig(
-        names=config.features or CALIBRATED_FEATURES,
+        names=config.features or features_for(config.sources),
         top_k=settings.features.top_k,
         window=settings.features.window,
         draft_agreement=config.draft_agreement,

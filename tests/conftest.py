@@ -16,6 +16,7 @@ NEEDS = {
         *("lede/test_evaluation.py", "lede/test_off_policy.py", "lede/test_wall_clock.py"),
         "lede/test_threshold_fit.py",
     ),
+    "ray": ("collectors/test_ray_workers.py",),
     "rouge_score": (
         *("lede/test_bench.py", "lede/test_bench_report.py", "lede/test_bench_rows.py"),
         *("lede/test_comparison.py", "lede/test_text_overlap.py"),

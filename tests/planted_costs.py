@@ -17,7 +17,7 @@ PLANTED = Costs(
     span=3e-5, layer=6e-4, layer_block=2e-4, layer_token=3e-5, layer_context=2e-6, layer_pair=1e-7,
     head=4e-4, head_block=1e-4, head_token=2e-5,
     embed=5e-5, observe=6e-6, features=9e-5, features_entropy=1.5e-5, features_top_k=7e-6,
-    policy=2e-5, choose=1e-5, accept=2e-5, accept_token=4e-6,
+    policy=2e-5, choose=1e-5, accept=2e-5, accept_token=4e-6, index=3e-6, propose=2e-6,
 )  # fmt: skip
 
 AGAIN = ((1, 0.5), (2, 0.7), (5, 0.9))

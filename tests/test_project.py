@@ -68,13 +68,17 @@ def imported(path: Path) -> set[str]:
     return {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)}
 
 
+BROUGHT_ALONG = {"lede.buffers.minari_folder": {"gymnasium"}}
+"""What comes with an optional package that a module needs anyway: data sets of Minari describe spaces by Gymnasium."""
+
+
 def reached(starts: tuple[str, ...]) -> dict[str, str]:
     """What the modules `starts` import, directly or through other modules of ours: name -> module that imports it."""
     files, found, queue = modules(), {name: name for name in starts}, list(starts)
     del files["lede"]  # imports the public names when they are first used, so it links everything to everything
     while queue:
         importer = queue.pop()
-        for name in imported(files[importer]) - set(found):
+        for name in imported(files[importer]) - set(found) - BROUGHT_ALONG.get(importer, set()):
             found[name] = importer
             if name in files:
                 queue.append(name)

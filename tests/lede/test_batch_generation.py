@@ -99,7 +99,9 @@ class Answers(Policy):
 
 @pytest.mark.parametrize("plan", [SkipSublayers(frozenset({2}), frozenset()), "scan"], ids=["gaps", "word"])
 def test_plans_that_no_batch_can_follow_are_refused_by_name(plan: Any) -> None:
-    with pytest.raises(ValueError, match="pre_scan of the answers policy must answer SKIP, SCAN or ExitAt in a batch"):
+    with pytest.raises(
+        ValueError, match="pre_scan of the answers policy must answer SKIP, SCAN, ExitAt or Lookup in a batch"
+    ):
         batch(policy=Answers(plan))
     assert sequences(batch(policy=Answers(PreScan.SCAN))) == sequences(batch())
 

@@ -114,6 +114,7 @@ def test_missing_package_is_told_with_the_command_that_installs_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "zarr", None)
+    monkeypatch.delitem(sys.modules, "lede.buffers.encoding", raising=False)
     monkeypatch.delitem(sys.modules, "lede.buffers.shards", raising=False)
     monkeypatch.delitem(sys.modules, "lede.buffers.store", raising=False)
     monkeypatch.delitem(sys.modules, "lede.buffers.statistics", raising=False)
@@ -156,6 +157,24 @@ def test_deploy_json_is_one_object_with_the_texts_of_generate(
     for name in ("tokens", "rounds", "drafted", "accepted"):
         assert summary[name] == sum(result["stats"][name] for result in report["results"])
     assert summary["acceptance_rate"] == summary["accepted"] / summary["drafted"]
+
+
+def test_deploy_tells_where_tokens_come_from(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["deploy", "--prompts", str(prompts), "--policy", "lookup:draft_length=4", "--max-new-tokens", "64"]
+    assert main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found, summary = report["summary"]["sources"], report["summary"]
+    assert list(found) == ["lookup", "plain"]
+    assert found["lookup"]["rounds"] + found["plain"]["rounds"] == summary["rounds"]
+    assert found["lookup"]["committed"] + found["plain"]["committed"] == summary["tokens"] - summary["n_prompts"]
+    assert found["lookup"]["acceptance_rate"] == summary["acceptance_rate"]
+    assert found["lookup"]["accepted"] == sum(each["sources"]["lookup"]["accepted"] for each in report["results"])
+    shares = {name: f"{100 * found[name]['token_share']:.0f} % of tokens" for name in found}
+    assert main(arguments) == 0
+    told = capsys.readouterr().err
+    assert all(f"{name} " in told and share in told for name, share in shares.items())
+    assert main(["deploy", "--prompt", HEADS[0], "--max-new-tokens", "4"]) == 0
+    assert "% of tokens" not in capsys.readouterr().err
 
 
 def test_deploy_streams_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from lede.cost_profile import CostProfile
 from lede.decoding import Decoder
 from lede.drafting import Draft, Drafter
 from lede.features import DEFAULT_FEATURES, WALL_CLOCK_FEATURES, FeatureConfig
+from lede.lookup import LookupIndex
 from lede.models import EarlyExitModel
 from lede.observer import Observer
 from lede.policies import LearnedPolicy, Policy, StaticPolicy
@@ -44,6 +45,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock.charge(Chooser, "choose", lambda *_: PLANTED.choose, monkeypatch)
     accept = lambda _, logits, *rest: PLANTED.accept + (len(logits) - 1) * PLANTED.accept_token  # noqa: E731
     clock.charge(Chooser, "verify", accept, monkeypatch)
+    clock.charge(LookupIndex, "extend", lambda *_: PLANTED.index, monkeypatch)
+    clock.charge(LookupIndex, "propose", lambda *_: PLANTED.propose, monkeypatch)
     clock.charge(Observer, "read", reading_cost, monkeypatch)
     clock.charge(Observer, "token", lambda *_: PLANTED.choose, monkeypatch)
     for stage in ("before_scan", "in_scan", "in_draft"):
@@ -70,9 +73,9 @@ def test_everything_is_measured(clock: Clock, tmp_path: Path) -> None:
     for context in (4, 24):
         assert {(0, 1, context), (5, 6, context), (0, 2, context), (0, 4, context), (0, 6, context)} <= spans
         verified = {(m.first, m.q) for m in found.of_kind("verify") if m.context == context}
-        assert verified == {(layer, q) for layer in (0, 4) for q in range(1, 17)}
-    assert [m.q for m in found.of_kind("head")] == list(range(1, 17))
-    assert all(found.of_kind(kind) for kind in ("embed", "observe", "policy", "choose", "accept"))
+        assert verified == {(layer, q) for layer in (0, 4) for q in range(1, 18)}
+    assert [m.q for m in found.of_kind("head")] == list(range(1, 18))
+    assert all(found.of_kind(kind) for kind in ("embed", "observe", "policy", "choose", "accept", "index", "propose"))
     assert all(found.of_kind(kind) for kind in ("features", "features_entropy", "features_top_k"))
 
 
@@ -239,7 +242,7 @@ def test_damaged_files_are_refused_by_name(clock: Clock, tmp_path: Path) -> None
 def test_contexts_beyond_the_positions_are_left_out(
     clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert fitting((8, 240, 241), tiny_model("llama")) == (8, 240)
+    assert fitting((8, 239, 240), tiny_model("llama")) == (8, 239)
     assert profiled(tmp_path, contexts="8,4096").contexts == (8,)
     assert "left out, beyond the model's 256 positions: 4096" in capsys.readouterr().out
 
@@ -250,7 +253,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert main(["profile", "--contexts", "16,32,48", "--candidates", "2,8", "--repeats", "1", "--out", str(out)]) == 0
     told = capsys.readouterr().out
     assert max(map(len, told.splitlines())) <= 80 or str(out) in max(told.splitlines(), key=len)
-    for part in ("head read / layer", "verify(q) / verify(1)", "break-even", "full pass, q = 16", "behind 48"):
+    for part in ("head read / layer", "verify(q) / verify(1)", "break-even", "full pass, q = 17", "behind 48"):
         assert part in told
     found = CostProfile.load(out)
     assert (found.model, found.candidates, found.contexts) == ("demo", (2, 8), (16, 32, 48))
@@ -262,7 +265,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     [
         (["--contexts", "12,many"], "contexts '12,many' must be positive numbers"),
         (["--contexts", "0,8"], "contexts '0,8' must be positive numbers"),
-        (["--contexts", "99999"], "no context of 99999 fits; the model has room for 4080 tokens"),
+        (["--contexts", "99999"], "no context of 99999 fits; the model has room for 4079 tokens"),
         (["--repeats", "0"], "repeats must be at least 1, got 0"),
         (["--candidates", "2,99"], "99"),
         (["--model", "no/such/folder"], "cannot load model 'no/such/folder'"),

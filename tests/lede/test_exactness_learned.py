@@ -14,7 +14,7 @@ import torch
 from lede.decoding import Decoder
 from lede.drafting import Draft, Drafter
 from lede.policies import LearnedPolicy
-from lede.policies.base import ExitAt, Plan, SkipSublayers
+from lede.policies.base import ExitAt, Lookup, Plan, SkipSublayers
 from lede.verification import Chooser, TorchSource, Warp
 from tests.forecasts import every_feature
 from tests.recorded_rounds import Witness, WitnessDecoder
@@ -59,7 +59,7 @@ class Watcher(Drafter):
 
     def draft(self, ids: list[int], choice: Plan, *rest: object) -> Draft:
         draft = super().draft(ids, choice, *rest)  # type: ignore[arg-type]
-        assert not isinstance(choice, SkipSublayers)  # learned policies draft from exits alone
+        assert not isinstance(choice, SkipSublayers | Lookup)  # these draft from exits alone
         self.plans["blind" if isinstance(choice, ExitAt) else choice.value] += 1
         self.plans["drafted"] += bool(draft.tokens)
         return draft

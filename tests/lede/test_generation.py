@@ -394,5 +394,5 @@ def test_an_unknown_answer_of_pre_scan_is_refused() -> None:
         def pre_scan(self, state: Any) -> Any:
             return "lookup"
 
-    with pytest.raises(ValueError, match=r"must answer SKIP, SCAN, ExitAt or SkipSublayers, got 'lookup'"):
+    with pytest.raises(ValueError, match=r"must answer SKIP, SCAN, ExitAt, SkipSublayers or Lookup, got 'lookup'"):
         generate(tiny_model("llama"), input_ids=IDS, policy=Odd(exit_layer=2, draft_length=3), max_new_tokens=5)

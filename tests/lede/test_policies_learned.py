@@ -15,6 +15,7 @@ import torch
 from lede.features import FeatureConfig
 from lede.generation import generate
 from lede.policies import ExitAt, LayerState, LearnedConfig, LearnedPolicy, PreScan, PreScanState
+from lede.policies.base import Plan
 from lede.policies.learned import QNetwork, fold_normalisation
 from tests.tiny_models import plain_generate, prompt, tiny_model
 
@@ -176,7 +177,7 @@ def test_decisions_of_a_batch_are_the_single_ones(policy: LearnedPolicy) -> None
     rng = np.random.default_rng(0)
     stage = rng.integers(3, size=600)
     observations = np.stack([rng.uniform(0, 9, 600), stage == 1, stage == 2], axis=1).astype(np.float32)
-    numbers: dict[PreScan | ExitAt, int] = {PreScan.SKIP: 0, PreScan.SCAN: 1}
+    numbers: dict[Plan, int] = {PreScan.SKIP: 0, PreScan.SCAN: 1}
     numbers.update({ExitAt(layer): 2 + k for k, layer in enumerate(CANDIDATES)})
     single = [
         numbers[policy.pre_scan(before(row))] if s == 0 else int(policy.scan(LayerState(2, 0, row)))

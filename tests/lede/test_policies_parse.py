@@ -10,6 +10,7 @@ import pytest
 from lede.policies import (
     POLICIES,
     LearnedPolicy,
+    LookupPolicyConfig,
     RandomConfig,
     StaticConfig,
     StaticPolicy,
@@ -28,6 +29,7 @@ def test_every_kind_is_registered_under_its_name() -> None:
     assert {kind: policy.kind for kind, policy in POLICIES.items()} == {k: k for k in POLICIES}
     assert list(POLICIES) == [
         "static",
+        "lookup",
         "threshold",
         "draft-verify",
         "del",
@@ -36,6 +38,7 @@ def test_every_kind_is_registered_under_its_name() -> None:
         "random",
         "learned",
         "survival",
+        "lookup-value",
         "ablated",
     ]
 
@@ -51,6 +54,11 @@ def test_every_kind_is_registered_under_its_name() -> None:
         ("random:draft_probability=1", RandomConfig(draft_probability=1.0)),
         ("threshold:thresholds=0.5", ThresholdConfig(thresholds=0.5)),
         ("threshold:thresholds=0.5,0.25;candidates=1,2", ThresholdConfig(thresholds=(0.5, 0.25), candidates=(1, 2))),
+        ("lookup", LookupPolicyConfig()),
+        (
+            "lookup:draft_length=6;max_suffix=4;min_suffix=2;continuation=frequent;prune_at=none",
+            LookupPolicyConfig(draft_length=6, max_suffix=4, min_suffix=2, continuation="frequent"),
+        ),
         ("threshold:measure=entropy;draft_threshold=2", ThresholdConfig(measure="entropy", draft_threshold=2.0)),
     ],
 )
@@ -64,7 +72,10 @@ def test_settings_are_read_by_type(text: str, config: object) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("statik", "policy 'statik' is neither a folder nor one of plain, static, threshold, draft-verify, del, swift"),
+        (
+            "statik",
+            "policy 'statik' is neither a folder nor one of plain, static, lookup, threshold, draft-verify, del, swift",
+        ),
         ("runs/none/policy", "policy 'runs/none/policy' is neither a folder nor one of"),
         ("", "policy '' is neither"),
         (
@@ -84,6 +95,11 @@ def test_settings_are_read_by_type(text: str, config: object) -> None:
             "threshold:measure=margin",
             "policy 'threshold': setting 'measure' must be probability or entropy, got 'margin'",
         ),
+        (
+            "lookup:continuation=first",
+            "policy 'lookup': setting 'continuation' must be recent or frequent, got 'first'",
+        ),
+        ("lookup:min_suffix=4", "policy 'lookup': a suffix must have 1 <= min_suffix <= max_suffix <= 32 tokens, got"),
         ("threshold:thresholds=2", "policy 'threshold': a threshold on probability must be within 0..1, got 2.0"),
         ("learned", "a learned policy has weights; give the folder that it was saved to instead of its name"),
     ],

@@ -140,9 +140,10 @@ def test_parts_add_up_and_none_is_negative(features: FeatureConfig | None, seed:
     total = np.sum(list(found.parts.values()), axis=0)
     assert found.fewest + total == pytest.approx(found.seconds, rel=1e-12)
     assert all((parts >= -1e-12).all() for parts in found.parts.values())
+    assert found.parts.pop("wrong_source").sum() == 0  # there is one
     assert all(parts.sum() > 1e-6 for name, parts in found.parts.items() if features or name != "inspection")
     assert sum(found.shares().values()) + found.of_clairvoyant == pytest.approx(1)
-    assert set(found.parts) == set(PARTS)
+    assert {*found.parts, "wrong_source"} == set(PARTS)
 
 
 def test_a_clairvoyant_that_may_do_less_is_refused(table: TraceTable) -> None:

@@ -117,7 +117,7 @@ def test_values_are_typed_by_the_settings() -> None:
     ("texts", "message"),
     [
         (["n_steps"], "'n_steps' is no sweep; sweeps look like n-steps=1,3"),
-        (["n_stps=1"], "there is no setting 'n_stps' to sweep; settings are objective, candidates, .*n-steps, "),
+        (["n_stps=1"], "there is no setting 'n_stps' to sweep; settings are objective, sources, .*n-steps, "),
         (["seed=1,2"], "seed can't be swept: --seeds says"),
         (["holdout=0.1,0.2"], "holdout can't be swept: scores on other prompts"),
         (["n-steps=1,x"], "'n-steps' must be a whole number, got 'x'"),
@@ -361,7 +361,7 @@ def test_the_command_sweeps(on_disk: str, tmp_path: Path, capsys: pytest.Capture
     assert "holds a sweep: give its --sweep and --seeds again" in capsys.readouterr().err
     assert main([*command, "--sweep", "n_stps=1"]) == 2
     told = capsys.readouterr().err
-    assert "there is no setting 'n_stps' to sweep; settings are objective, candidates, features, draft-" in told
+    assert "there is no setting 'n_stps' to sweep; settings are objective, sources, lookups, prune-at, max" in told
 
 
 def test_without_a_sweep_the_command_trains_once(

@@ -1,0 +1,170 @@
+"""Training to copy from the text: the optimum of planted texts, both sources, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lede.buffers.settings import StoreSettings
+from lede.buffers.store import TraceStore
+from lede.checkpoint import load_policy
+from lede.cost_model import CostModel
+from lede.cost_profile import CostProfile
+from lede.features import CALIBRATED_FEATURES, LOOKUP_FEATURES
+from lede.lookup import LookupConfig
+from lede.policies import LearnedPolicy, LookupPolicy, LookupValuePolicy
+from lede.policies.base import LayerState, Lookup, Policy, PreScan, PreScanState
+from lede.simulation import simulate
+from lede.threshold_training import train_thresholds
+from lede.trace_table import TraceTable
+from lede.training import TrainConfig, train
+from tests.copied_texts import VOCABULARY, copied_text
+from tests.planted_costs import PLANTED
+
+N_LAYERS, BUDGET = 6, 90
+# copies that go wrong are dear
+COSTS = CostModel(N_LAYERS, (None,) * N_LAYERS, replace(PLANTED, layer_token=1e-4))
+FINGERPRINT: dict[str, Any] = {
+    "name": "copies", "architecture": {"n_layers": N_LAYERS}, "tokenizer": None, "logits": [1.0], "dtype": "float32",
+}  # fmt: skip
+PROFILE = CostProfile(
+    model="copies", fingerprint=FINGERPRINT, candidates=(1, 3), contexts=(8,), repeats=1, device="cpu",
+    device_name="imagined", threads=1, dtype="float32", attention="none", versions={}, measurements=(), costs=COSTS,
+    residuals={},
+)  # fmt: skip
+
+
+def store(n_prompts: int, seed: int) -> TraceStore:
+    settings = StoreSettings(
+        kind="traces", model="copies", n_layers=N_LAYERS, vocab_size=VOCABULARY, candidates=(1, 3),
+        fingerprint=FINGERPRINT, max_new_tokens=BUDGET,
+    )  # fmt: skip
+    return TraceStore(settings, [copied_text(i, BUDGET, N_LAYERS, seed) for i in range(n_prompts)])
+
+
+@pytest.fixture(scope="module")
+def traces() -> TraceStore:
+    return store(40, 0)
+
+
+@pytest.fixture(scope="module")
+def test_table() -> TraceTable:
+    return TraceTable.from_traces(list(store(30, 1).prompts), BUDGET, VOCABULARY)
+
+
+def config(tmp_path: Path, **settings: Any) -> TrainConfig:
+    PROFILE.save(tmp_path / "profile.json")
+    return TrainConfig(buffer="memory", profile=str(tmp_path / "profile.json"), out=str(tmp_path / "run"), **settings)
+
+
+class ByMatch(Policy):
+    """Copies `length` tokens behind a match of at least `least`."""
+
+    kind = "by match"
+
+    def __init__(self, least: int, length: int) -> None:
+        super().__init__()
+        self.least, self.length = least, length
+
+    @property
+    def lookup(self) -> LookupConfig:
+        return LookupConfig(3)
+
+    def candidates_for(self, n_layers: int) -> tuple[int, ...]:
+        return ()
+
+    def pre_scan(self, state: PreScanState) -> PreScan | Lookup:
+        return Lookup(self.length) if state.match is not None and state.match.length >= self.least else PreScan.SKIP
+
+    def scan(self, state: LayerState) -> bool:
+        return False
+
+    def draft(self, state: LayerState) -> bool:
+        return False
+
+
+def best_rule(table: TraceTable) -> float:
+    """The largest speedup of a rule that these texts are made for, chosen on them."""
+    rules = [ByMatch(least, length) for least in (1, 2, 3) for length in (2, 4, 8, 16)]
+    return max(simulate(rule, table, COSTS).speedup for rule in rules)
+
+
+def best_static(table: TraceTable) -> float:
+    return max(simulate(LookupPolicy(draft_length=n), table, COSTS).speedup for n in (1, 2, 3, 4, 6, 8, 16))
+
+
+def test_the_network_finds_the_optimum_of_planted_texts(
+    traces: TraceStore, test_table: TraceTable, tmp_path: Path
+) -> None:
+    policy = train(config(tmp_path, sources="lookup", steps=2000, eval_interval=500), traces, progress=False)
+    rule, static = best_rule(test_table), best_static(test_table)
+    found = simulate(policy, test_table, COSTS)
+    assert rule > 1.1 * static
+    assert found.speedup > 0.99 * rule
+    assert found.head_reads.sum() == 0
+    assert policy.config.candidates == ()
+    assert policy.config.lookups == tuple(map(Lookup, (2, 4, 8, 16)))
+    again = load_policy(tmp_path / "run" / "policy")
+    assert isinstance(again, LearnedPolicy)
+    assert simulate(again, test_table, COSTS).seconds.tolist() == found.seconds.tolist()
+    settled = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (settled["episode"], settled["n_steps"], settled["sources"]) == ("round", 1, "lookup")
+    assert settled["resolved"]["lookup"]["max_suffix"] == policy.config.lookup.max_suffix  # type: ignore[union-attr]
+
+
+def test_the_reference_finds_it_too(traces: TraceStore, test_table: TraceTable, tmp_path: Path) -> None:
+    settings = config(tmp_path, sources="lookup", algo="thresholds")
+    policy = train_thresholds(settings, traces, progress=False)
+    assert isinstance(policy, LookupValuePolicy)
+    assert simulate(policy, test_table, COSTS).speedup > 0.98 * best_rule(test_table)
+    again = load_policy(tmp_path / "run" / "policy")
+    assert isinstance(again, LookupValuePolicy)
+    observations = np.random.default_rng(0).random((50, len(again.features.names))).astype(np.float32)
+    np.testing.assert_array_equal(again.decide(observations), policy.decide(observations))
+
+
+@pytest.mark.slow
+def test_both_sources_beat_either(traces: TraceStore, test_table: TraceTable, tmp_path: Path) -> None:
+    speedups = {}
+    for sources in ("exit", "lookup", "exit,lookup"):
+        settings = config(tmp_path, sources=sources, steps=1500, eval_interval=500, candidates="1,3", min_exits=1)
+        policy = train(replace(settings, out=str(tmp_path / sources)), traces, progress=False)
+        speedups[sources] = simulate(policy, test_table, COSTS).speedup
+    assert speedups["exit,lookup"] > 0.99 * max(speedups["exit"], speedups["lookup"])
+    assert policy.features.names == (*CALIBRATED_FEATURES, *LOOKUP_FEATURES)
+    curve = (tmp_path / "exit,lookup" / "logs" / "learning_curve.jsonl").read_text().splitlines()
+    assert sum(json.loads(curve[-1])["score"]["sources"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("sources", ["lookup", "exit,lookup"])
+def test_a_resumed_run_ends_in_the_same_weights(traces: TraceStore, sources: str, tmp_path: Path) -> None:
+    settings = config(
+        tmp_path, sources=sources, steps=30, refresh_interval=10, eval_interval=10, checkpoint_interval=5,
+        lookups=(2, 4), prune_at=(3,), max_suffix=3, continuation="recent", keep="last",
+    )  # fmt: skip
+    whole = train(replace(settings, out=str(tmp_path / "whole")), traces, progress=False)
+    train(replace(settings, steps=15), traces, progress=False)
+    resumed = train(replace(settings, resume=True), traces, progress=False)
+    assert whole.config.lookups == (Lookup(2), Lookup(4), Lookup(2, 3), Lookup(4, 3))
+    for name, tensor in whole.tensors().items():
+        np.testing.assert_array_equal(tensor, resumed.tensors()[name])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sources": "lookup", "objective": "paper"}, "sources lookup are chosen from by tokens a second"),
+        ({"sources": "exit,lookup", "algo": "thresholds"}, "thresholds draft from one source"),
+        ({"sources": "lookup", "algo": "thresholds", "prune_at": (2,)}, "unpruned from the text"),
+        ({"lookups": (4, 2)}, "lookups must be ascending"),
+        ({"max_suffix": 99}, "max_suffix"),
+    ],
+)
+def test_unusable_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings).settled("traces")
