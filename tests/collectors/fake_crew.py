@@ -20,20 +20,20 @@ class FakeCrew:
         self.groups: list[tuple[int, tuple[int, ...]]] = []
         self.ended: list[str] = []
         self._fate = fate
-        self._todo: list[tuple[int, tuple[int, ...] | None]] = []
+        self._orders: list[tuple[int, tuple[int, ...] | None]] = []
 
     def start(self, worker: int) -> None:
         self.starts.append(worker)
-        self._todo.append((worker, None))
+        self._orders.append((worker, None))
 
     def give(self, worker: int, prompts: Sequence[int]) -> None:
         assert prompts
         self.groups.append((worker, tuple(prompts)))
-        self._todo.append((worker, tuple(prompts)))
+        self._orders.append((worker, tuple(prompts)))
 
     def events(self) -> Iterator[Event]:
-        assert self._todo, "the conductor waits for workers that have nothing to do"
-        worker, group = self._todo.pop(0)
+        assert self._orders, "the conductor waits for workers that have nothing to do"
+        worker, group = self._orders.pop(0)
         n_committed = self._fate(worker, group or ())
         kept = (group or ()) if n_committed is None else (group or ())[:n_committed]
         if group:
