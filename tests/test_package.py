@@ -88,21 +88,35 @@ def test_metadata_keeps_serving_light(wheel: Path) -> None:
     assert "lede = lede.cli:main" in scripts
 
 
-def test_an_installed_wheel_runs_the_demo_elsewhere(wheel: Path, tmp_path: Path) -> None:
-    site, out = tmp_path / "site", tmp_path / "demo"
+def run_elsewhere(wheel: Path, folder: Path, *arguments: str) -> str:
+    """What the installed command prints, far from the checkout."""
+    site = folder / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*install, str(wheel)], check=True)
     # the target folder comes first: neither this checkout nor an editable install of it can be what is imported
     environment = {**os.environ, "PYTHONPATH": str(site)}
     where = "import lede, lede.envs; print(lede.__file__, lede.envs.__file__, sep='\\n')"
-    for command in (
-        [sys.executable, "-P", "-c", where],
-        [str(site / "bin" / "lede"), "demo", "--quick", "--out", str(out)],
-    ):
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    told = []
+    for command in ([sys.executable, "-P", "-c", where], [str(site / "bin" / "lede"), *arguments]):
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        if command[-1] == where:
-            assert [Path(line).parent for line in done.stdout.split()] == [site / "lede", site / "lede" / "envs"]
+        told.append(done.stdout)
+    assert [Path(line).parent for line in told[0].split()] == [site / "lede", site / "lede" / "envs"]
+    return told[1]
+
+
+def test_an_installed_wheel_decodes_elsewhere(wheel: Path, tmp_path: Path) -> None:
+    policy = "static:exit_layer=5;draft_length=4"
+    asked = ("deploy", "--prompt", "def main():\n", "--policy", policy, "--max-new-tokens", "16", "--json")
+    summary = json.loads(run_elsewhere(wheel, tmp_path, *asked))["summary"]
+    assert summary["tokens"] == 16
+    assert summary["accepted"] > 0
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_runs_the_demo_elsewhere(wheel: Path, tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    run_elsewhere(wheel, tmp_path, "demo", "--quick", "--out", str(out))
     rows = {row["name"]: row for row in json.loads((out / "report.json").read_text())["rows"]}
     assert rows[LEARNED]["exact"] in ("yes", "ties")
     assert rows["best static"]["acceptance_rate"] > 0

