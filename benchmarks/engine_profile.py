@@ -57,8 +57,14 @@ class ProfileSettings:
     """Texts that the medians are of, after a warm-up."""
     contexts: str = "256,1024,4000"
     """Context lengths at which a token is timed."""
+    rows: str = "1,2,3,5,9,17"
+    """Rows of which a whole pass is timed, behind a prompt of `rows_context` tokens."""
+    rows_context: int = 128
+    """Tokens of that prompt."""
     compiled: bool = True
     """Whether the compiled engine is measured too."""
+    packed: bool = False
+    """Whether engines with packed weights are measured too."""
 
 
 Run = Callable[[], dict[str, float]]
@@ -163,6 +169,32 @@ def by_context(models: dict[str, EarlyExitModel], contexts: list[int], repeats: 
     return found
 
 
+@torch.inference_mode()
+def by_rows(
+    models: dict[str, EarlyExitModel], rows: list[int], context: int, repeats: int
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of a whole pass over so many rows, head included, medians of interleaved ones."""
+    ids = torch.arange(context + max(rows))[None] % next(iter(models.values())).vocab_size
+    caches, spent = {}, defaultdict[tuple[str, int], list[float]](list)
+    for name, model in models.items():
+        caches[name] = model.new_cache(context + 2 * max(rows))
+        block = model.block(caches[name], 0, context)
+        model.run_layers(model.embed(ids[:, :context], block), 0, model.n_layers, block)
+    for turn in range(repeats + 2):
+        for n_rows in rows:
+            for name, model in models.items():
+                started = time.perf_counter()
+                block = model.block(caches[name], context, n_rows)
+                model.head(model.run_layers(model.embed(ids[:, :n_rows], block), 0, model.n_layers, block))
+                if turn > 1:
+                    spent[name, n_rows].append(time.perf_counter() - started)
+                caches[name].rewind(context)
+    return {
+        name: {f"{n} row{'s' if n > 1 else ''}": 1e3 * statistics.median(spent[name, n]) for n in rows}
+        for name in models
+    }
+
+
 def copy_speed() -> float:
     """Bytes a second that a large copy reads."""
     source = torch.ones(64 * 2**20)
@@ -190,6 +222,9 @@ def main(settings: ProfileSettings) -> dict[str, Any]:
     models = {"eager": load_model(settings.model, dtype=settings.dtype)}
     if settings.compiled:
         models["compiled"] = load_model((models["eager"].hf_model, models["eager"].tokenizer), compile=True)
+    if settings.packed:
+        pair = (models["eager"].hf_model, models["eager"].tokenizer)
+        models |= {f"{kind}, packed": load_model(pair, compile=kind != "eager", pack_weights=True) for kind in models}
     model = models["eager"]
     ids = list(model.tokenizer(PROMPT)["input_ids"])
     n_tokens = settings.max_new_tokens
@@ -206,13 +241,20 @@ def main(settings: ProfileSettings) -> dict[str, Any]:
         "copy_bytes_per_second": copy_speed(),
         "sections": by_section(runs, settings.repeats, n_tokens),
         "operations": {name: by_operation(run, n_tokens) for name, run in runs.items()},
+        "rows": by_rows(
+            models, [int(part) for part in settings.rows.split(",")], settings.rows_context, settings.repeats
+        ),
         "contexts": by_context(models, contexts, settings.repeats),
         "compile_seconds": getattr(models.get("compiled"), "compile_seconds", None),
+        "packing": {name: [m.packed.seconds, m.packed.n_bytes] for name, m in models.items() if m.packed is not None},
     }
     roofline = 1e3 * weights / found["copy_bytes_per_second"]
     print(f"weights {weights / 1e6:.0f} MB, copy {found['copy_bytes_per_second'] / 1e9:.1f} GB/s: {roofline:.2f} ms")
     for name in ("sections", "operations", "contexts"):
         print(f"\n{name}, milliseconds a token\n\n{table(found[name])}")
+    print(f"\na pass over rows, milliseconds\n\n{table(found['rows'])}")
+    for name, (seconds, size) in found["packing"].items():
+        print(f"\n{name}: {size / 1e6:.0f} MB packed in {seconds:.2f} s")
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     settings.out.write_text(json.dumps(found, indent=1) + "\n")
     return found

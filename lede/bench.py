@@ -64,6 +64,8 @@ class BenchConfig:
     """Dtype of the weights, such as bfloat16; float32 on the CPU unless given."""
     compile: bool = False
     """Compile the layers, plain decoding's too; it takes seconds before the first token."""
+    pack_weights: bool = False
+    """Pack the weights, for plain decoding too: float32 on the CPU, for as much memory again."""
     threads: int | None = None
     """Threads of torch on the CPU; as many as it takes by itself unless given."""
     profile_repeats: int = 11
@@ -116,7 +118,9 @@ def run_bench(config: BenchConfig, model: EarlyExitModel | None = None) -> dict[
     if config.threads is not None:
         torch.set_num_threads(config.threads)  # before compiling, which is for a number of threads
     if model is None:
-        model = load_model(config.model, config.device, config.dtype, compile=config.compile)
+        model = load_model(
+            config.model, config.device, config.dtype, compile=config.compile, pack_weights=config.pack_weights
+        )
     check_fit(model, list(names))
     suites = _load_suites(config, model)
     check_prompts(config, suites, list(names))

@@ -64,6 +64,8 @@ class CostProfile:
     """Root mean square of (predicted / measured - 1) by kind of operation, and over `all`."""
     compiled: bool = False
     """Whether the model's layers were compiled."""
+    packed: bool = False
+    """Whether its weights were packed."""
 
     def head_over_layer(self) -> float:
         """A head read in layers, both measured at one token and the shortest context."""
@@ -122,8 +124,9 @@ class CostProfile:
                 "make it again with `lede profile`"
             )
         try:
-            values = {field.name: content[field.name] for field in fields(cls) if field.name != "compiled"}
-            values["compiled"] = content.get("compiled", False)  # profiles of before it could be say nothing
+            since = {"compiled": False, "packed": False}  # profiles of before they could be say nothing
+            values = {field.name: content[field.name] for field in fields(cls) if field.name not in since}
+            values |= {name: content.get(name, before) for name, before in since.items()}
             costs = values["costs"]
             values["costs"] = CostModel(
                 costs["n_layers"],

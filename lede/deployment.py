@@ -59,6 +59,8 @@ class DeployConfig:
     """Dtype of the weights, such as bfloat16; float32 on the CPU unless given."""
     compile: bool = False
     """Compile the layers, plain decoding's too; it takes seconds before the first token."""
+    pack_weights: bool = False
+    """Pack the weights, for plain decoding too: float32 on the CPU, for as much memory again."""
     json: bool = False
     """Print one JSON object with `results` and `summary`, and nothing else."""
 
@@ -94,7 +96,10 @@ def deploy(config: DeployConfig, model: EarlyExitModel | None = None) -> dict[st
     resolve(None, config.settings)  # complains before a model is loaded
     policy = parse_policy(config.policy)
     texts = [config.prompt] if config.prompt is not None else load_prompts(config.prompts or Path())
-    model = load_model(config.model, config.device, config.dtype, compile=config.compile) if model is None else model
+    if model is None:
+        model = load_model(
+            config.model, config.device, config.dtype, compile=config.compile, pack_weights=config.pack_weights
+        )
     ids = encode_prompts(model.tokenizer, texts, config.chat)
     check_lengths(ids, config.max_new_tokens, model.max_positions)
     if policy is not None:

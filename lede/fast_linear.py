@@ -1,9 +1,10 @@
 """Linear layers for the few rows of decoding on the CPU.
 
 torch multiplies float32 matrices on the CPU by MKL, which at one to sixteen rows reaches half of the memory's speed, or
-less where it does not know the processor. oneDNN, which torch ships as well, reaches more at two rows and up, and a
-reduction that inductor compiles reaches all of it. The kernels differ from MKL's in rounding only; eager float64 is
-computed as before.
+less where it does not know the processor. oneDNN, which torch ships as well, reaches more; so does MKL for two to four
+rows, if the weights are multiplied by the rows and not the rows by the weights; and a reduction that inductor compiles
+reaches all of it. oneDNN reaches all of it too by weights that are packed, see `lede.packed_weights`. The kernels
+differ in rounding only; eager float64 is computed as before.
 
 The live model is never touched: `accelerated` makes a shallow copy of a module, with the same weights and a module
 table of its own, in which such layers stand for the linear ones.
@@ -12,78 +13,101 @@ table of its own, in which such layers stand for the linear ones.
 from __future__ import annotations
 
 import copy
-import functools
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from lede.onednn import onednn_linear, onednn_works
 from lede.snapshot import own_forward
+
+if TYPE_CHECKING:
+    from lede.packed_weights import PackedWeight
 
 Module = TypeVar("Module", bound=nn.Module)
 
 ROWS_UNROLLED = 8
 """Most rows that a compiled layer multiplies one by one, in one loop: it has registers for no more."""
+ROWS_UNROLLED_PACKED = 2
+"""The same where the weight is packed and has more than `SMALL` numbers."""
+SMALL = 2**18
+"""Numbers of a weight up to which calling a kernel for packed ones costs more than it saves."""
 UNROLLED = 4608
 """Most numbers in such rows: more don't stay in the processor's nearest cache, and a matrix product does better."""
+COLUMNS = (2, 4)
+"""Numbers of columns that MKL multiplies by a float32 matrix at nearly the memory's speed."""
+IN_COLUMNS = 4096
+"""Most numbers in such columns; with more it is slow again."""
 
 _LIBRARY = torch.library.Library("lede", "FRAGMENT")
 _LIBRARY.define("linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
 
 
-def _by_onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    return out
+def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product by the fastest kernel for so many rows; all float32, on the CPU."""
+    flat = rows.reshape(-1, weight.shape[1])
+    n_rows = flat.shape[0]
+    n_columns = next((n for n in COLUMNS if n >= n_rows > 1), 0)
+    if 0 < n_columns * weight.shape[1] <= IN_COLUMNS and torch.backends.mkl.is_available():
+        columns = functional.pad(flat, (0, 0, 0, n_columns - n_rows)).t()
+        out = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
+        return out.t()[:n_rows].reshape(*rows.shape[:-1], weight.shape[0]).contiguous()
+    return onednn_linear(rows, weight, bias)
 
 
 def _shape_only(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return rows.new_empty((*rows.shape[:-1], weight.shape[0]))
 
 
-_LIBRARY.impl("linear", _by_onednn, "CPU")
+_LIBRARY.impl("linear", _product, "CPU")
 torch.library.register_fake("lede::linear", _shape_only, lib=_LIBRARY)
 
 
-@functools.cache
-def onednn_works() -> bool:
-    """Whether torch's oneDNN multiplies float32 matrices here, and right."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    generator = torch.Generator().manual_seed(0)
-    rows, weight = torch.randn(3, 64, generator=generator), torch.randn(48, 64, generator=generator)
-    try:
-        found = _by_onednn(rows, weight, None)
-    except (RuntimeError, AttributeError):  # a private operator: gone, or built out
-        return False
-    return torch.allclose(found, functional.linear(rows, weight), atol=1e-4)
-
-
-def fast_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def fast_linear(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    packed: PackedWeight | None = None,
+    packed_number: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`rows` `(..., in)` times `weight` `(out, in)` transposed, plus `bias` `(out,)`: `(..., out)`.
 
     Args:
         rows: What is multiplied; not differentiated through.
         weight: As torch's `Linear` holds it.
         bias: None for none.
+        packed: The weight packed, for eager runs; None where it isn't.
+        packed_number: Its number, for compiled ones.
     """
     if weight.device.type != "cpu" or torch.is_grad_enabled() or rows.dtype != weight.dtype:
         return functional.linear(rows, weight, bias)
-    width = weight.shape[1]
-    if torch.compiler.is_compiling() and weight.is_contiguous():
+    compiling = torch.compiler.is_compiling()
+    if compiling and weight.is_contiguous():
+        width = weight.shape[1]
         flat = rows.reshape(-1, width)
-        if flat.shape[0] == 1 or (flat.shape[0] <= ROWS_UNROLLED and flat.shape[0] * width <= UNROLLED):
+        packs = packed_number is not None and weight.dtype == torch.float32 and weight.numel() > SMALL
+        unrolled = ROWS_UNROLLED_PACKED if packs else ROWS_UNROLLED
+        if flat.shape[0] <= unrolled and (flat.shape[0] == 1 or flat.shape[0] * width <= UNROLLED):
             # inductor makes one loop of them all, which reads the weights once, in order; it would compute what comes
             # before anew for every output, a norm for example, unless told to store it
             flat = torch.ops._inductor_test.realize(flat)
             out = torch.stack([(weight * flat[i]).sum(-1) for i in range(flat.shape[0])])
             out = out.reshape(*rows.shape[:-1], weight.shape[0])
             return out if bias is None else out + bias
-    if weight.dtype == torch.float32 and type(weight) in (torch.Tensor, nn.Parameter) and not _autocast():
-        product: torch.Tensor = torch.ops.lede.linear(rows, weight, bias)
-        return product
-    return functional.linear(rows, weight, bias)
+    if weight.dtype != torch.float32 or type(weight) not in (torch.Tensor, nn.Parameter) or _autocast():
+        return functional.linear(rows, weight, bias)
+    product: torch.Tensor
+    if compiling and packed_number is not None:
+        product = torch.ops.lede.packed_linear(rows, packed_number, weight, bias)
+    elif compiling:
+        product = torch.ops.lede.linear(rows, weight, bias)
+    elif packed is not None and packed.copy is not None:
+        product = onednn_linear(rows, packed.copy, bias)
+    else:
+        product = _product(rows, weight, bias)
+    return product
 
 
 def _autocast() -> bool:
@@ -94,20 +118,27 @@ def _autocast() -> bool:
 class FastLinear(nn.Linear):
     """A `Linear` by the fastest kernel that torch has here."""
 
+    packed: PackedWeight | None = None
+    packed_number: torch.Tensor | None = None
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`(..., out)` of `(..., in)`."""
-        return fast_linear(input, self.weight, self.bias)
+        return fast_linear(input, self.weight, self.bias, self.packed, self.packed_number)
 
 
 class FastConv1D(Conv1D):
     """GPT-2's linear layer, which holds its weight transposed, likewise."""
 
+    packed: PackedWeight | None = None
+    packed_number: torch.Tensor | None = None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., out)` of `(..., in)`."""
-        return fast_linear(x, self.weight.t(), self.bias)
+        return fast_linear(x, self.weight.t(), self.bias, self.packed, self.packed_number)
 
 
 _FAST: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
+FAST_CLASSES = (FastLinear, FastConv1D)
 
 
 def accelerated(module: Module) -> Module:

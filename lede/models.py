@@ -25,11 +25,12 @@ from lede.devices import home_of, places_of
 from lede.ends import Embedding, Readout, part
 from lede.families import FAMILIES, Family, UnsupportedModelError, check_supported
 from lede.fast_linear import accelerated
-from lede.snapshot import Snapshot
+from lede.snapshot import Snapshot, trains_otherwise
 from lede.sublayers import Record, Sublayers
 
 if TYPE_CHECKING:
     from lede.compiled_layers import CompiledLayers
+    from lede.packed_weights import PackedWeights
     from lede.policies.base import SkipSublayers
 
 __all__ = [
@@ -67,6 +68,7 @@ class EarlyExitModel:
         self.tokenizer = tokenizer
         self.name = name or type(hf_model).__name__
         self.compile_seconds = 0.0
+        self.packed: PackedWeights | None = None
         self.revision = 0
         """How often somebody changed the transformers model since."""
         self._assemble()
@@ -79,7 +81,7 @@ class EarlyExitModel:
             UnsupportedModelError: It has no head, or layers without weights.
         """
         hf_model = self.hf_model
-        if _trains_otherwise(hf_model):
+        if trains_otherwise(hf_model):
             raise ValueError(
                 "the model is in training mode and has dropout or gradient checkpointing; call model.eval() first"
             )
@@ -112,12 +114,15 @@ class EarlyExitModel:
     def refresh(self) -> None:
         """Notice what somebody changed in the transformers model: modules, hooks, replaced forwards, training mode.
 
-        Decoding asks at the start of each text. Compiled layers are given up then, and a warning says so.
+        Decoding asks at the start of each text. Compiled layers are given up then, and a warning says so; packed
+        weights are packed anew, also where their numbers alone have changed.
 
         Raises:
             ValueError: The model can't be decoded as it is now.
         """
         if self._snapshot.fits(self.hf_model):
+            if self.packed is not None:
+                self.packed.renew()
             return
         if self.compiled is not None:
             warnings.warn(
@@ -126,6 +131,8 @@ class EarlyExitModel:
             )
         self._assemble()
         self.revision += 1
+        if self.packed is not None:
+            self.pack_weights()
 
     def __repr__(self) -> str:
         kind = self.config.model_type
@@ -232,6 +239,19 @@ class EarlyExitModel:
 
         return compile_layers(self)
 
+    def pack_weights(self) -> bool:
+        """Pack the weights for products of few rows: float32 on the CPU, for as much memory as they take.
+
+        Where it can't be done the model runs as before, and a warning says why. Weights that somebody changes later
+        are packed anew at the start of the next text.
+
+        Returns:
+            Whether they are packed; `packed` says how many seconds and bytes it took.
+        """
+        from lede.packed_weights import pack_weights
+
+        return pack_weights(self)
+
     def embed(self, token_ids: torch.Tensor, block: Block) -> torch.Tensor:
         """Hidden states before the first layer, `(row, token, width)`, of ids `(row, token)`."""
         return self._embed(token_ids, block.positions)
@@ -297,19 +317,6 @@ def _default_type(family: Family, window: int | None) -> str:
     return "sliding_attention" if family.sliding and window is not None else "full_attention"
 
 
-def _trains_otherwise(hf_model: Any) -> bool:
-    """Whether training mode changes what the layers do: dropout, or checkpointing, which leaves the cache out.
-
-    A module may be in it alone: peft's adapters are when they were just added.
-    """
-    rates = ("attention_dropout", "dropout", "embedding_dropout")  # called as functions in most families
-    return (hf_model.training and any(getattr(hf_model.config, rate, 0) for rate in rates)) or any(
-        (isinstance(module, nn.Dropout) and module.p) or getattr(module, "gradient_checkpointing", False)
-        for module in hf_model.modules()
-        if module.training
-    )
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' progress bar, which only flashes for a small local model."""
@@ -329,6 +336,7 @@ def load_model(
     gguf_file: str | None = None,
     revision: str | None = None,
     compile: bool = False,
+    pack_weights: bool = False,
     **from_pretrained: Any,
 ) -> EarlyExitModel:
     """Load a model for early-exit decoding.
@@ -341,6 +349,7 @@ def load_model(
         gguf_file: Name of a GGUF file in the folder; needs the packages gguf and accelerate (extra `gguf`).
         revision: Hub revision.
         compile: Compile the layers, see `EarlyExitModel.compile`.
+        pack_weights: Pack the weights, see `EarlyExitModel.pack_weights`.
         **from_pretrained: Passed on to transformers' `from_pretrained`, e.g. attn_implementation, device_map.
 
     Raises:
@@ -350,7 +359,7 @@ def load_model(
     if isinstance(model, tuple):
         if device is not None or dtype is not None or gguf_file is not None or revision is not None or from_pretrained:
             raise ValueError("a (model, tokenizer) pair is taken as it is; leave out device, dtype and loading options")
-        return _compiled(EarlyExitModel(*model), compile)
+        return _prepared(EarlyExitModel(*model), compile, pack_weights)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = str(DEMO_FOLDER) if str(model) == "demo" else str(model)
@@ -382,10 +391,10 @@ def load_model(
     except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"cannot load model '{model}': {first_line}") from error
-    return _compiled(EarlyExitModel(hf_model.eval(), tokenizer, str(model)), compile)
+    return _prepared(EarlyExitModel(hf_model.eval(), tokenizer, str(model)), compile, pack_weights)
 
 
-def _compiled(model: EarlyExitModel, wanted: bool) -> EarlyExitModel:
-    if wanted:
-        model.compile()
+def _prepared(model: EarlyExitModel, compile: bool, pack_weights: bool) -> EarlyExitModel:
+    _ = pack_weights and model.pack_weights()
+    _ = compile and model.compile()
     return model

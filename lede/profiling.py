@@ -27,6 +27,8 @@ class ProfileConfig:
     """Dtype of the weights, such as bfloat16; float32 on the CPU unless given."""
     compile: bool = False
     """Compile the layers, plain decoding's too; it takes seconds before the first token."""
+    pack_weights: bool = False
+    """Pack the weights, for plain decoding too: float32 on the CPU, for as much memory again."""
     contexts: str = "128,512,2048"
     """Context lengths in tokens; those that the model has no positions for are left out."""
     candidates: str | None = None
@@ -75,7 +77,10 @@ def profile(config: ProfileConfig, model: EarlyExitModel | None = None) -> CostP
     from lede.features import parse_candidates
     from lede.models import load_model
 
-    model = load_model(config.model, config.device, config.dtype, compile=config.compile) if model is None else model
+    if model is None:
+        model = load_model(
+            config.model, config.device, config.dtype, compile=config.compile, pack_weights=config.pack_weights
+        )
     candidates = parse_candidates(config.candidates, model.n_layers)
     contexts = fitting(config.context_lengths, model)
     config.out.parent.mkdir(parents=True, exist_ok=True)  # fails before the measuring, not after
@@ -133,4 +138,5 @@ def measured_profile(
         costs=costs,
         residuals=residuals(costs, measurements),
         compiled=model.compiled is not None,
+        packed=model.packed is not None,
     )

@@ -36,6 +36,19 @@ def own_forward(module: nn.Module) -> Any:
     return None if own is not None and getattr(own, "__func__", None) is type(module).forward else own
 
 
+def trains_otherwise(hf_model: Any) -> bool:
+    """Whether training mode changes what the layers do: dropout, or checkpointing, which leaves the cache out.
+
+    A module may be in it alone: peft's adapters are when they were just added.
+    """
+    rates = ("attention_dropout", "dropout", "embedding_dropout")  # called as functions in most families
+    return (hf_model.training and any(getattr(hf_model.config, rate, 0) for rate in rates)) or any(
+        (isinstance(module, nn.Dropout) and module.p) or getattr(module, "gradient_checkpointing", False)
+        for module in hf_model.modules()
+        if module.training
+    )
+
+
 def _marks(module: nn.Module) -> tuple[Any, ...]:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return (

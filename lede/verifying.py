@@ -48,6 +48,8 @@ class VerifyConfig:
     """Device, such as cuda; the CPU unless given."""
     compile: bool = False
     """Compile the layers; transformers' text, which is compared with, comes from the model as it is."""
+    pack_weights: bool = False
+    """Pack the weights for lede's engine: float32 on the CPU, for as much memory again."""
     chat: Chat = "auto"
     """Whether prompts go through the chat template; `auto` is on for prompts from `turns`."""
     temperature: float = 0.0
@@ -107,7 +109,10 @@ def verify(
     runs: list[DtypeRun] = []
     where: dict[str, str] = {}
     for dtype in config.dtypes if model is None else _dtypes_of(config, model):
-        loaded = load_model(config.model, config.device, dtype, compile=config.compile) if model is None else model
+        loaded = model
+        if loaded is None:
+            packs = config.pack_weights and dtype == "float32"
+            loaded = load_model(config.model, config.device, dtype, compile=config.compile, pack_weights=packs)
         prompts = encode_prompts(loaded.tokenizer, texts, config.chat)
         _check_precision(loaded)
         if not runs:
