@@ -68,12 +68,15 @@ def check_contenders(settings: StoreSettings, profile: CostProfile, found: Seque
             f"the profile is of model '{profile.model}' with {profile.costs.n_layers} layers, the traces are of "
             f"'{settings.model}' with {settings.n_layers}: measure that one with `lede profile`"
         )
-    shown = _Shown(settings.n_layers)
+    shown = _Shown(settings.n_layers, settings.vocab_size, settings.model)
+    tokenizer = settings.fingerprint.get("tokenizer") if settings.fingerprint else None
     prints = {"profile": profile.fingerprint}
     for each in found:
         if each.policy is None:
             continue
         each.policy.check_model(cast("EarlyExitModel", shown))
+        if each.policy.memory is not None:
+            each.policy.memory.check_tokenizer(tokenizer, settings.vocab_size, f"the traces' model '{settings.model}'")
         each.policy.check_temperature(settings.temperature)
         features = each.policy.features
         if features is not None and "confidence" in features.names and features.top_k != settings.features.top_k:
@@ -97,6 +100,9 @@ class _Shown:
     """As much of a model as a policy looks at when it is checked."""
 
     n_layers: int
+    vocab_size: int
+    name: str
+    tokenizer: None = None  # traces know its digest alone
 
     def check_exit_layer(self, layer: int) -> None:
         """Raise ValueError unless a draft can leave after `layer` layers."""

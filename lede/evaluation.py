@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from lede.evaluation_results import Evaluation
     from lede.lookup import LookupConfig
     from lede.off_policy import OffPolicyEstimate
+    from lede.policies.base import Policy
     from lede.simulation import Simulation
+    from lede.trace_table import TraceTable
 
 MAX_DRAFT = 12
 """Tokens that the clairvoyant may draft in a round, more if a policy may."""
@@ -120,6 +122,7 @@ def _evaluate(
     settings = traces.settings
     records = [trace for trace in traces.prompts if trace.n_decided]
     table = TraceTable.from_traces(records, settings.max_new_tokens, settings.vocab_size)
+    notes = [*notes, *_remembered(table, contenders)]
     played = [simulate(each.policy, table, profile.costs, seed=config.seed) for each in contenders]
     bare: list[Simulation | None] = [None] * len(contenders)
     if table.branches is not None:
@@ -127,19 +130,22 @@ def _evaluate(
         bare = [simulate(each.policy, flat, profile.costs, seed=config.seed) for each in contenders]
     layers = _candidates(config, settings, contenders, played)
     longest = max([MAX_DRAFT, *(each.policy.config.max_draft for each in contenders if each.policy is not None)])
-    ceilings: dict[LookupConfig | None, Clairvoyant] = {}
-    for how in dict.fromkeys(each.policy.lookup for each in contenders if each.policy is not None) or {None: None}:
-        copied = None if how is None else lookups_of(table, how, MAX_COPIED)
+    ceilings: dict[tuple[LookupConfig | None, str | None], Clairvoyant] = {}
+    searches = {_search_of(each.policy): each.policy for each in contenders if each.policy is not None}
+    for how, searcher in searches.items() or [((None, None), None)]:
+        copied = None
+        if searcher is not None and searcher.lookup is not None:
+            copied = lookups_of(table, searcher.lookup, MAX_COPIED, searcher.memory)
         ceilings[how] = solve(table, profile.costs, layers, longest, config.seed, copied)
     clairvoyant = max(ceilings.values(), key=lambda each: each.rate)
     # who searches the text in a way of his own is held against who knows what that finds
     own = [
-        ceilings[who.policy.lookup] if who.policy is not None and who.policy.lookup else clairvoyant
+        ceilings[_search_of(who.policy)] if who.policy is not None and who.policy.lookup else clairvoyant
         for who in contenders
     ]
     bootstrap = Bootstrap(table.n_prompts, config.resamples, config.seed)
-    references = [each.rate for each, who in zip(played, contenders, strict=True) if who.reference]
-    best = max(references, default=None)
+    references = [each for each, who in zip(played, contenders, strict=True) if who.reference]
+    best = max(references, key=lambda each: each.rate, default=None)
     return Evaluation(
         model=settings.model,
         profile=f"{profile.dtype} on {profile.device} ({profile.device_name}), {profile.threads} thread(s)",
@@ -155,6 +161,27 @@ def _evaluate(
         ),
         notes=tuple(notes),
     )
+
+
+def _search_of(policy: Policy) -> tuple[LookupConfig | None, str | None]:
+    """What tells the drafts that a policy's text and memory hold from those of others."""
+    remembers = policy.lookup is not None and policy.memory is not None
+    return policy.lookup, policy.memory.digest if remembers and policy.memory is not None else None
+
+
+def _remembered(table: TraceTable, contenders: Sequence[Contender]) -> list[str]:
+    """A line for each policy that remembers texts that it is measured on."""
+    found = []
+    for each in contenders:
+        if each.policy is None or each.policy.lookup is None or each.policy.memory is None:
+            continue
+        known = each.policy.memory.known(zip(table.prompt_ids, table.token_ids, strict=True))
+        if known:
+            found.append(
+                f"{each.name} remembers {known} of the {table.n_prompts} texts: its figures flatter it; give traces of "
+                "other prompts"
+            )
+    return found
 
 
 def _open_traces(path: Path) -> TraceStore:

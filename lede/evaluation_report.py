@@ -29,6 +29,11 @@ def report(found: Evaluation) -> Group:
         f"{found.profile}; plain {found.plain_rate:.1f} tok/s"
     )
     parts: list[RenderableType] = [Text(where), _speeds(found), Text(_LEGEND, style="dim")]
+    parts += [
+        Text(f"{each.name}: {_share(each.of_reference)} of the best reference, on the same prompts")
+        for each in found.policies
+        if each.of_reference is not None and not each.reference
+    ]
     if n:
         parts.append(Text("\nspeedup if the drafter saw the target's text after a wrong draft (no branches)"))
         parts.append(_without_branches(found))
@@ -54,7 +59,7 @@ def _speeds(found: Evaluation) -> Table:
             _number(each.draft_length, 1),
             _number(each.exit_layer, 1),
             f"{each.head_reads:.1f}",
-            *([f"{each.of_reference:.0%}" if each.of_reference is not None else "-"] * compared),
+            *([f"{each.of_reference.value:.0%}" if each.of_reference is not None else "-"] * compared),
         )
     top = found.clairvoyant
     length, layer = _number(top.draft_length, 1), _number(top.exit_layer, 1)
@@ -124,6 +129,10 @@ def _named(result: PolicyResult) -> Text:
 
 def _interval(interval: Interval) -> str:
     return f"{interval.value:.2f} ({interval.lower:.2f}-{interval.upper:.2f})"
+
+
+def _share(interval: Interval) -> str:
+    return f"{100 * interval.value:.1f} % ({100 * interval.lower:.1f}-{100 * interval.upper:.1f})"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -46,8 +46,8 @@ class PolicyResult:
     """Share of rounds and of their tokens by source of the draft, out of `lede.round_log.SOURCES`."""
     of_clairvoyant: Interval
     """Its rate over the clairvoyant's."""
-    of_reference: float | None
-    """Its rate over the fastest reference's."""
+    of_reference: Interval | None
+    """Its rate over the fastest reference's, both on the same resamples of prompts."""
     regret: dict[str, float]
     """Lost seconds over its own, by part (see `lede.regret`); with `of_clairvoyant` they add up to 1."""
     off_policy: OffPolicyEstimate | None
@@ -96,7 +96,7 @@ def result_of(
     without_branches: Simulation | None,
     clairvoyant: Clairvoyant,
     bootstrap: Bootstrap,
-    best_reference: float | None,
+    best_reference: Simulation | None,
     off_policy: OffPolicyEstimate | None,
 ) -> PolicyResult:
     """The figures of one policy.
@@ -109,7 +109,7 @@ def result_of(
         without_branches: Its simulation without branches, where the traces have some.
         clairvoyant: The ceiling on the same table.
         bootstrap: Resamples of the table's prompts.
-        best_reference: Rate of the fastest reference.
+        best_reference: Simulation of the fastest reference.
         off_policy: Its fitted Q evaluation.
     """
     log, regret = played.log, split(played, clairvoyant)
@@ -133,7 +133,8 @@ def result_of(
         layer_shares=played.layer_shares(),
         sources=played.source_shares(),
         of_clairvoyant=_sure(bootstrap.ratio(regret.fewest, regret.seconds)),
-        of_reference=None if best_reference is None else played.rate / best_reference,
+        # all write the same texts
+        of_reference=None if best_reference is None else _sure(bootstrap.ratio(best_reference.seconds, played.seconds)),
         regret=regret.shares(),
         off_policy=off_policy,
     )

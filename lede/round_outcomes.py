@@ -16,6 +16,7 @@ import numpy.typing as npt
 from lede.acceptance import AcceptanceModel
 from lede.cost_model import CostModel
 from lede.cost_tables import CostTables
+from lede.features import FeatureConfig
 from lede.trace_table import TraceTable
 
 Array = npt.NDArray[np.float64]
@@ -51,6 +52,7 @@ class RoundOutcomes:
         model: Forecasts at each of them, on features out of `FOLLOWED`.
         max_draft: Most tokens drafted in a round.
         seed: Of the acceptance of sampled drafts.
+        asked: What the policy observes in all, which it is charged for; None for what the forecasts look at.
 
     Raises:
         ValueError: A feature depends on what was decided before.
@@ -64,12 +66,14 @@ class RoundOutcomes:
         model: AcceptanceModel,
         max_draft: int = 12,
         seed: int = 0,
+        asked: FeatureConfig | None = None,
     ) -> None:
         odd = [name for name in model.features.names if name not in FOLLOWED]
         if odd:
             raise ValueError(f"{', '.join(odd)} depend on decisions before; forecasts here see {', '.join(FOLLOWED)}")
         self.table, self.costs, self.layers, self.max_draft = table, costs, tuple(layers), max_draft
         self.features = model.features
+        self.asked = model.features if asked is None else asked
         columns = np.asarray(layers, dtype=np.int64) - 1
         matches = table.matches(columns, seed)
         prompt = np.repeat(np.arange(table.n_prompts), table.n_decided)
@@ -110,7 +114,13 @@ class RoundOutcomes:
         return self._made[survival, blind]
 
     def play(self, drafts: tuple[Ints, Array], candidates: Sequence[int], thresholds: Sequence[float]) -> Played:
-        """Follow the rounds of a policy that scans.
+        """Follow the rounds of a policy that scans; arguments as of `scans`."""
+        return self._chase(*self.scans(drafts, candidates, thresholds))
+
+    def scans(
+        self, drafts: tuple[Ints, Array], candidates: Sequence[int], thresholds: Sequence[float]
+    ) -> tuple[Ints, Array]:
+        """Tokens committed and seconds of rounds that scan, wherever they begin, `(row,)` each.
 
         Args:
             drafts: As `drafts` gives them.
@@ -122,7 +132,7 @@ class RoundOutcomes:
         if key not in self._scans:
             self._scans[key] = CostTables(self.costs, key, self.table.max_context, 1)
         scan = self._scans[key]
-        ask, draw = scan.decision(self.features), self._tables.choose
+        ask, draw = scan.decision(self.asked), self._tables.choose
         rows = np.arange(len(self._run))
         tokens, seconds = np.ones(rows.size, dtype=np.int64), np.zeros(rows.size)
         looking = rows
@@ -133,7 +143,7 @@ class RoundOutcomes:
             tokens[leaving] = drafts[0][leaving, place]
             seconds[leaving] += drafts[1][leaving, place] + draw
         seconds[looking] += scan.verify[-1, 1, self._context[looking]]
-        return self._chase(tokens, seconds)
+        return tokens, seconds
 
     def play_blind(self, drafts: tuple[Ints, Array], layer: int) -> Played:
         """Follow the rounds of a policy that drafts blind at one layer."""
@@ -209,14 +219,14 @@ class RoundOutcomes:
         """Seconds of rounds from the first drafted token on."""
         tables, context = self._tables, self._context[:, None]
         k = np.arange(len(self.layers))[None, :]
-        ask = tables.decision(self.features)
+        ask = tables.decision(self.asked)
         summed = np.concatenate((np.zeros((len(self.layers), 1)), np.cumsum(tables.again, axis=1)), axis=1)
         positions = length - ends  # beyond the first
         seconds = summed[k, context + 1 + positions] - summed[k, context + 1]
         seconds += (length - ends - capped) * ask + (length - 1) * tables.choose
         seconds += tables.verify[k, length + ~ends, context]
         if blind:
-            seconds += tables.draft[k, context] + tables.head + tables.choose
+            seconds += tables.draft[k, context] + self.costs.blind_seconds(self.asked)
         return np.asarray(seconds)
 
     def _chase(self, tokens: Ints, seconds: Array) -> Played:

@@ -1,6 +1,7 @@
-"""`lede train --algo thresholds`: a survival policy, or for lookups one that weighs expected tokens against prices.
+"""`lede train --algo thresholds`: policies without a network, fitted and searched on the simulator in seconds.
 
-Both are fitted and searched on the simulator in seconds.
+Of layers a survival policy; of lookups one that weighs expected tokens against prices; of both sources one that takes
+the plan that saves most.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from lede.training import TrainConfig, as_json
 if TYPE_CHECKING:
     from lede.buffers.store import TraceStore, TransitionStore
     from lede.policies.lookup_value import LookupValuePolicy
+    from lede.policies.source_value import SourceValuePolicy
     from lede.policies.survival import SurvivalPolicy
     from lede.wall_clock_data import WallClockData
 
@@ -23,8 +25,8 @@ def train_thresholds(
     buffer: TransitionStore | TraceStore | None = None,
     validation: TransitionStore | TraceStore | None = None,
     progress: bool = True,
-) -> SurvivalPolicy | LookupValuePolicy:
-    """Fit forecasts of acceptance, search the thresholds or prices and write the run to `config.out`.
+) -> SurvivalPolicy | LookupValuePolicy | SourceValuePolicy:
+    """Fit forecasts, search the thresholds or prices and write the run to `config.out`.
 
     Args:
         config: Settings; those of networks play no part.
@@ -71,15 +73,18 @@ def train_thresholds(
     folder.write_config({**as_json(config), "resolved": resolved, "versions": versions()})
     policy.save_pretrained(str(folder.policy))
     watch.write()
-    where = f"at layers {', '.join(map(str, data.candidates))}" if data.candidates else f"by lookup ({data.lookup})"
+    layers = f"at layers {', '.join(map(str, data.candidates))}" if data.candidates else ""
+    where = " and ".join(part for part in (layers, f"by lookup ({data.lookup})" if data.lookup else "") if part)
     Console(quiet=not progress).print(f"{speedup:.2f}x plain, simulated, {where}; in {folder.policy}", soft_wrap=True)
     return policy
 
 
-def _fitted(config: TrainConfig, data: WallClockData) -> SurvivalPolicy | LookupValuePolicy:
-    from lede.copy_forecast import COPY_FEATURES
+def _fitted(config: TrainConfig, data: WallClockData) -> SurvivalPolicy | LookupValuePolicy | SourceValuePolicy:
+    from lede.copy_forecast import copy_features
     from lede.features import FeatureConfig
+    from lede.policies.source_value import source_features
     from lede.reference_lookups import reference_lookups
+    from lede.reference_sources import reference_sources
     from lede.reference_thresholds import reference_thresholds
     from lede.training_sources import features_for
 
@@ -92,6 +97,13 @@ def _fitted(config: TrainConfig, data: WallClockData) -> SurvivalPolicy | Lookup
     if data.lookup is None:
         return reference_thresholds(data.training, data.costs, data.candidates, max_draft=config.max_draft, **common)
     # the defaults are a network's, which learns where it decides itself
-    given = config.features if config.features != features_for(config.sources) else None
-    features = FeatureConfig(names=given or COPY_FEATURES, window=settings.features.window)
-    return reference_lookups(data.training, data.costs, data.lookup, config.lookups, features, **common)
+    remembers = data.memory is not None
+    given = config.features if config.features != features_for(config.sources, remembers) else None
+    names = given or (source_features if data.candidates else copy_features)(remembers)
+    features = FeatureConfig(names=names, top_k=settings.features.top_k, window=settings.features.window)
+    common["memory"] = data.memory
+    if not data.candidates:
+        return reference_lookups(data.training, data.costs, data.lookup, config.lookups, features, **common)
+    return reference_sources(
+        data.training, data.costs, data.candidates, data.lookup, data.lookups, features, config.max_draft, **common
+    )
