@@ -17,6 +17,7 @@ from lede.training_sources import Sources
 
 if TYPE_CHECKING:
     from lede.envs.trace_source import Traces
+    from lede.phrases import PhraseMemory
 
 
 class DraftSourceEnv(DraftRoundEnv):
@@ -59,6 +60,8 @@ class DraftSourceEnv(DraftRoundEnv):
     - `sources`: "exit,lookup", "lookup" (no layer ever drafts) or "exit" (v0).
     - `lookup`: how the text is searched, a `LookupConfig`.
     - `lookups`: what may be copied: lengths, or `lede.policies.base.Lookup` with a layer that prunes.
+    - `memory`: phrases of other texts (`lede.phrases.PhraseMemory`), for where a text has nothing of its own; adds
+      `match_remembered` to the default observation. Give it texts other than those of the traces.
 
     `gymnasium.make_vec("lede/DraftRound-v1", num_envs=n)` gives `DraftSourceVectorEnv`.
 
@@ -81,9 +84,10 @@ class DraftSourceEnv(DraftRoundEnv):
         sources: Sources = "exit,lookup",
         lookup: LookupConfig | None = None,
         lookups: Sequence[int | Lookup] = LOOKUP_LENGTHS,
+        memory: PhraseMemory | None = None,
     ) -> None:
         _check_render_mode(render_mode)
-        texts = _texts(sources, lookup, lookups)
+        texts = _texts(sources, lookup, lookups, memory)
         lanes = RoundLanes(
             traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, 1, **texts
         )
@@ -109,16 +113,19 @@ class DraftSourceVectorEnv(DraftRoundVectorEnv):
         sources: Sources = "exit,lookup",
         lookup: LookupConfig | None = None,
         lookups: Sequence[int | Lookup] = LOOKUP_LENGTHS,
+        memory: PhraseMemory | None = None,
     ) -> None:
         _check_render_mode(render_mode)
-        texts = _texts(sources, lookup, lookups)
+        texts = _texts(sources, lookup, lookups, memory)
         lanes = RoundLanes(
             traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, num_envs, **texts
         )
         self._begin(lanes)
 
 
-def _texts(sources: str, lookup: LookupConfig | None, lookups: Sequence[int | Lookup]) -> dict[str, Any]:
+def _texts(
+    sources: str, lookup: LookupConfig | None, lookups: Sequence[int | Lookup], memory: PhraseMemory | None
+) -> dict[str, Any]:
     """What `RoundLanes` needs to know of drafts from the text.
 
     Raises:
@@ -132,7 +139,7 @@ def _texts(sources: str, lookup: LookupConfig | None, lookups: Sequence[int | Lo
     plans = tuple(each if isinstance(each, Lookup) else Lookup(each) for each in lookups)
     if not plans or len(set(plans)) != len(plans):
         raise ValueError(f"lookups must be distinct, at least one, got {list(lookups)}")
-    return {"lookup": lookup or LookupConfig(), "lookups": plans, "exits": "exit" in named}
+    return {"lookup": lookup or LookupConfig(), "lookups": plans, "exits": "exit" in named, "memory": memory}
 
 
 def _check_render_mode(render_mode: str | None) -> None:

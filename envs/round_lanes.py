@@ -17,19 +17,19 @@ from lede.draft_rounds import DraftRounds, Stage, StepResult
 from lede.envs.episodes import PromptOrder
 from lede.envs.prompt_queue import PromptQueue
 from lede.envs.trace_source import TraceSource
-from lede.features import LOOKUP_FEATURES, WALL_CLOCK_FEATURES, FeatureConfig
+from lede.features import LOOKUP_FEATURES, MEMORY_FEATURES, WALL_CLOCK_FEATURES, FeatureConfig
 from lede.fingerprints import compare_fingerprints
 from lede.lookup import LookupConfig
 from lede.lookup_table import lookups_of
 from lede.policies.base import BLIND, Lookup
 from lede.rewards import EXIT
 from lede.simulation import plain_seconds
-from lede.training_sources import COPYING_FEATURES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lede.envs.trace_source import Traces
+    from lede.phrases import PhraseMemory
 
 EpisodeUnit = Literal["prompt", "round"]
 """A whole prompt, or one round of it."""
@@ -64,6 +64,8 @@ class RoundLanes:
         lookup: How the text is searched for drafts; None where it drafts none.
         lookups: Drafts from the text to choose from.
         exits: Whether layers may draft; needs lookups if not.
+        memory: Of other texts, behind each of the traces' own; where it holds these (`lede.phrase_folds`), reward
+            flatters whoever trusts it.
 
     Raises:
         ValueError: A setting is out of range, or the profile is of another model than the traces.
@@ -84,6 +86,7 @@ class RoundLanes:
         lookup: LookupConfig | None = None,
         lookups: Sequence[Lookup] = (),
         exits: bool = True,
+        memory: PhraseMemory | None = None,
     ) -> None:
         if episode not in get_args(EpisodeUnit):
             raise ValueError(f"episode must be one of {', '.join(get_args(EpisodeUnit))}, got '{episode}'")
@@ -98,13 +101,14 @@ class RoundLanes:
                 "for a draft; it takes at least 3"
             )
         self.table = source.table
-        names = (*WALL_CLOCK_FEATURES, *LOOKUP_FEATURES) if lookups else WALL_CLOCK_FEATURES
-        self.features = features or replace(source.settings.features, names=names if exits else COPYING_FEATURES)
+        copying = LOOKUP_FEATURES if memory is None else MEMORY_FEATURES
+        names = (*WALL_CLOCK_FEATURES, *copying) if lookups else WALL_CLOCK_FEATURES
+        self.features = features or replace(source.settings.features, names=names if exits else ("trace", *copying))
         model = _cost_model(profile, source)
         layers = source.settings.candidates if exits else ()
         self.costs = CostTables(model, layers, self.table.max_context, max_draft)
         longest = max((plan.length for plan in lookups), default=1)
-        self._lookup = None if lookup is None else lookups_of(self.table, lookup, longest)
+        self._lookup = None if lookup is None else lookups_of(self.table, lookup, longest, memory)
         self._lookups = tuple(lookups)
         self.plain_rate = float(self.table.n_decided.sum() / plain_seconds(self.table, self.costs).sum())
         self.set_rate(rate)

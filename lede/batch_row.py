@@ -114,7 +114,7 @@ class BatchRow:
             anchored, lookup = policy.uses_trace, policy.lookup
             self._history = History(
                 ConfidenceTrace(surprisal(logits), policy.trace_window) if anchored else None,
-                None if lookup is None else LookupIndex(lookup, self.ids),
+                None if lookup is None else LookupIndex(lookup, self.ids, policy.memory),
             )
             self._decider = Decider(policy, self.chooser, meter, self._history, observer, self._eos)
         self._extend((first,)[: self._kept((first,))])

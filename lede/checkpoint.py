@@ -2,7 +2,8 @@
 
 config.json names the policy's kind, its settings, the fingerprint of its base model (null while unbound) and the digest
 of the weights beside it, so that a folder whose parts come from two saves is noticed. A policy that was fitted to
-seconds has the cost profile beside it in profile.json, which is read when somebody asks for it.
+seconds has the cost profile beside it in profile.json, which is read when somebody asks for it; one that remembers
+other texts has them in memory.safetensors.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 import lede
 from lede.atomic import write_atomically
 from lede.fingerprints import compare_fingerprints, fingerprint
+from lede.phrases import PhraseMemory
 from lede.policies import POLICIES, Policy
 from lede.policies.settings import settings_from_json
 
@@ -41,6 +43,7 @@ __all__ = [
 ]
 
 CONFIG, WEIGHTS, CARD, PROFILE = "config.json", "model.safetensors", "README.md", "profile.json"
+MEMORY = "memory.safetensors"
 FORMAT = 1
 """Version of the folder's layout; raised when an older lede can't read what a newer one writes."""
 
@@ -95,14 +98,16 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
         )
     weights = safetensors.numpy.save(policy.tensors(), metadata={"format": "lede"})
     profile = None if policy.profile is None else (json.dumps(policy.profile.to_json(), indent=1) + "\n").encode()
+    memory = None if policy.memory is None else policy.memory.to_bytes()
     config = {
         "library": "lede",
         "format": FORMAT,
         "kind": policy.kind,
-        "config": asdict(policy.config),
+        "config": _settings(policy),
         "base_model": policy.fingerprint,
         "weights_sha256": hashlib.sha256(weights).hexdigest(),
         "profile_sha256": None if profile is None else hashlib.sha256(profile).hexdigest(),
+        "memory_sha256": None if memory is None else hashlib.sha256(memory).hexdigest(),
         "versions": versions(),
     }
     target = Path(folder)
@@ -111,6 +116,8 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
         write_atomically(target / WEIGHTS, weights)
         if profile is not None:
             write_atomically(target / PROFILE, profile)
+        if memory is not None:
+            write_atomically(target / MEMORY, memory)
         write_atomically(target / CARD, _card(policy).encode())
         write_atomically(target / CONFIG, (json.dumps(config, indent=2, allow_nan=False) + "\n").encode())
     except OSError as error:
@@ -143,9 +150,12 @@ def load_policy(folder: str | Path, model: EarlyExitModel | None = None) -> Poli
         policy_class = POLICIES[kind]
         policy = policy_class(settings_from_json(policy_class.config_class, dict(config["config"])))
         policy.fingerprint = _read_fingerprint(config["base_model"])
-        policy.load_tensors(_read_weights(Path(folder), config["weights_sha256"]))
+        policy.load_tensors(dict(safetensors.numpy.load(_read_part(Path(folder), WEIGHTS, config["weights_sha256"]))))
         if config.get("profile_sha256") is not None:
             policy.profile = partial(_read_profile, Path(folder), str(config["profile_sha256"]))
+        if config.get("memory_sha256") is not None:
+            content = _read_part(Path(folder), MEMORY, config["memory_sha256"])
+            policy.memory = PhraseMemory.from_bytes(content, MEMORY)
     except KeyError as error:
         raise ValueError(f"the policy in {folder} is damaged: {CONFIG} lacks {error}") from None
     except (OSError, TypeError, ValueError, SafetensorError) as error:
@@ -200,14 +210,14 @@ def _read_fingerprint(recorded: Any) -> dict[str, Any] | None:
     return print_of
 
 
-def _read_weights(folder: Path, digest: str) -> dict[str, Any]:
-    path = folder / WEIGHTS
+def _read_part(folder: Path, name: str, digest: str) -> bytes:
+    path = folder / name
     if not path.is_file():
-        raise ValueError(f"{WEIGHTS} is missing")
+        raise ValueError(f"{name} is missing")
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != digest:
-        raise ValueError(f"{WEIGHTS} is not the file that {CONFIG} was written with; save the policy again")
-    return dict(safetensors.numpy.load(content))
+        raise ValueError(f"{name} is not the file that {CONFIG} was written with; save the policy again")
+    return content
 
 
 def _read_profile(folder: Path, digest: str) -> CostProfile:
@@ -228,6 +238,12 @@ def _read_profile(folder: Path, digest: str) -> CostProfile:
     return CostProfile.load(path)
 
 
+def _settings(policy: Policy) -> dict[str, Any]:
+    """A policy's settings as JSON values; a memory is in the folder, wherever it was read from."""
+    config = asdict(policy.config)
+    return {**config, "memory": None} if "memory" in config else config
+
+
 def _card(policy: Policy) -> str:
     """The model card: YAML front matter as the hub reads it, then what a reader wants to know."""
     name = policy.fingerprint["name"] if policy.fingerprint is not None else None
@@ -235,7 +251,7 @@ def _card(policy: Policy) -> str:
         name = Path(name).resolve().name  # a local path says nothing elsewhere
     tags = ["lede", "early-exit", "self-speculative-decoding", policy.kind]
     front = ["library_name: lede", *([f"base_model: {json.dumps(name)}"] if name is not None else []), "tags:"]
-    config = asdict(policy.config)
+    config = _settings(policy)
     if isinstance(config.get("features"), dict):
         config["features"].pop("forecast", None)  # coefficients are nothing to read
     settings = "\n".join(f"| {key} | `{json.dumps(value)}` |" for key, value in config.items())

@@ -23,12 +23,18 @@ COPY_FEATURES = ("match_length", "match_count", "match_agreement", "lookup_hits"
 What depends on earlier decisions would be of another kind where the forecast is used than where it was fitted.
 """
 
+
 GROUPS = (1, 2, 4, 8)
 """First place of each group: the first copied token, the second, the third and fourth, ..."""
 
 _LOGARITHMS = ("match_length", "since_lookup", "trace")
 _STEPS = (2, 3, 5, 9, 17)  # lengths of the match from which on a copy may be trusted otherwise
 _SQUARES = ("match_agreement", "lookup_hits", "lookup_acceptance")
+
+
+def copy_features(memory: bool) -> tuple[str, ...]:
+    """`COPY_FEATURES`, and with a memory of other texts whether the match is in it."""
+    return (*COPY_FEATURES, "match_remembered") if memory else COPY_FEATURES
 
 
 class CopyForecast:

@@ -145,7 +145,8 @@ class Decoder:
             anchored = self.policy.uses_trace
             trace = ConfidenceTrace(surprisal(logits), self.policy.trace_window) if anchored else None
             lookup = self.policy.lookup
-            self.history = History(trace, None if lookup is None else LookupIndex(lookup, ids))
+            index = None if lookup is None else LookupIndex(lookup, ids, self.policy.memory)
+            self.history = History(trace, index)
             drafter = self.drafter_class(self.model, self.policy, self.chooser, self.eos, self.meter, self.history)
             self.meter.enter("policy")
             self.policy.begin(len(ids))

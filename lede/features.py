@@ -150,6 +150,7 @@ FEATURES: dict[str, Feature] = {
             1.0,
         ),
         Feature("since_lookup", "rounds since the last that drafted by lookup", _BEFORE, _SINCE),
+        Feature("match_remembered", "1 where the match is in a memory of other texts, not in this one", _BEFORE, 1.0),
         Feature("in_scan", "1 in the scan", _AT_LAYERS, 1.0),
         Feature("in_draft", "1 in the draft", _AT_LAYERS, 1.0),
     )
@@ -191,6 +192,9 @@ LOOKUP_FEATURES = (
     "since_lookup",
 )
 """What tells whether copying from the text would be worth it; they need no model."""
+
+MEMORY_FEATURES = (*LOOKUP_FEATURES, "match_remembered")
+"""The same for who has a memory of other texts behind his own."""
 
 CALIBRATED_FEATURES = (*WALL_CLOCK_FEATURES, *CALIBRATED)
 """The same with what is calibrated: the default of training for wall-clock."""

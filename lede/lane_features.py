@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from lede.features import DRAFT, LOOKUP_FEATURES, MAX_SINCE_DRAFT, PRE_SCAN, RECENT_ROUNDS, SCAN, FeatureConfig
+from lede.features import DRAFT, MAX_SINCE_DRAFT, MEMORY_FEATURES, PRE_SCAN, RECENT_ROUNDS, SCAN, FeatureConfig
 from lede.lookup_table import LookupTable
 from lede.trace_table import Ints, TraceTable
 
@@ -161,7 +161,7 @@ class LaneFeatures:
                 values[name] = stage == SCAN
             elif name == "in_draft":
                 values[name] = drafting
-            elif name in LOOKUP_FEATURES:
+            elif name in MEMORY_FEATURES:
                 values[name] = np.where(stage == PRE_SCAN, self._of_lookup(name, row), 0)
         return self.features.observe(values, self.table.n_layers, self.table.vocab_size)
 
@@ -182,6 +182,8 @@ class LaneFeatures:
             return self.lookup.length[row]
         if name == "match_count":
             return np.log1p(self.lookup.occurrences[row])
+        if name == "match_remembered":
+            return self.lookup.remembered[row].astype(np.float32)
         return (self.lookup.agreement if name == "match_agreement" else self.lookup.hits)[row]
 
     def _value(self, pair: tuple[Array, Array | None], candidate: Ints, row: Ints, branch: Ints, offset: Ints) -> Array:

@@ -1,7 +1,8 @@
 """Drafts copied from the text itself: where its end has been before, and what followed there.
 
-An index of n-grams grows with the text, at a few dictionary entries a token however long the text is. A draft is a
-function of the text so far, so it is a point mass: see `lede.verification` for why that keeps the law of sampling.
+An index of n-grams grows with the text, at a few dictionary entries a token however long the text is. Behind it may
+stand a memory of other texts (`lede.phrases`), for where the text has nothing of its own. A draft is a function of the
+text so far, so it is a point mass: see `lede.verification` for why that keeps the law of sampling.
 
 Source: prompt lookup (Saxena, 2023) and LLMA (arXiv 2304.04487). Departs from both: the index is incremental, generated
 text is indexed with the prompt, and a draft that reaches the end of the text goes on in itself, as in LZ77 (Ziv and
@@ -12,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+if TYPE_CHECKING:
+    from lede.phrases import PhraseMemory
 
 Continuation = Literal["recent", "frequent"]
 """Which earlier place is copied from: the last one, or the last one with the most frequent next token."""
@@ -22,6 +26,10 @@ MAX_MATCH = 32
 
 RECENT_TOKENS = 16
 """Tokens that `LookupIndex.hits` looks back on."""
+
+OWN = 2
+"""Tokens of a match in the text itself from which on no memory is asked: however well a memory knows its phrase, what
+this text wrote before proved right more often."""
 
 _BASE = 1 << 32  # larger than any token id, so that an n-gram is one number
 _HITS = (1 << RECENT_TOKENS) - 1
@@ -54,13 +62,15 @@ class Match(NamedTuple):
     """Where the end of a text has been before."""
 
     start: int
-    """Place of the token that followed there."""
+    """Place of the token that followed there; where it is remembered, the number of the phrase in the memory."""
     length: int
     """Tokens before it that are those at the end of the text, at most `MAX_MATCH`."""
     occurrences: int
     """Earlier places where the suffix that was searched for stands."""
     agreement: float
     """Share of those places that were followed by the token at `start`."""
+    remembered: bool = False
+    """Whether the places are in other texts, those of a memory."""
 
 
 class LookupIndex:
@@ -69,10 +79,13 @@ class LookupIndex:
     Args:
         config: How earlier places are found.
         tokens: The beginning of the text.
+        memory: Of other texts. It is asked where the text itself has no match of `OWN` tokens, and drafts where its
+            phrase is longer than the text's match.
     """
 
-    def __init__(self, config: LookupConfig, tokens: Iterable[int] = ()) -> None:
+    def __init__(self, config: LookupConfig, tokens: Iterable[int] = (), memory: PhraseMemory | None = None) -> None:
         self.config = config
+        self.memory = memory
         self.tokens: list[int] = []
         orders = range(config.max_suffix + 1)
         # by order: the n-gram to where its last copy went on, how often it went on, and how often with which token
@@ -82,6 +95,7 @@ class LookupIndex:
         self._best: list[dict[int, tuple[int, int]]] = [{} for _ in orders]
         self._hits = 0
         self._found: Match | None = None
+        self._next: int | None = None  # the first token of a proposal
         self._fresh = False
         self.extend(tokens)
 
@@ -93,21 +107,25 @@ class LookupIndex:
     def extend(self, tokens: Iterable[int]) -> None:
         """The text goes on."""
         for token in tokens:
-            found = self.match()
-            self._hits = (self._hits << 1 | (found is not None and self.tokens[found.start] == token)) & _HITS
+            self.match()
+            self._hits = (self._hits << 1 | (self._next == token)) & _HITS
             self._append(token)
 
     def match(self) -> Match | None:
         """Where the longest known suffix of the text has been before; None where even the shortest is new."""
         if not self._fresh:
-            self._found, self._fresh = self._search(), True
+            self._found, self._next = self._search()
+            self._fresh = True
         return self._found
 
     def propose(self, length: int) -> list[int]:
-        """The next `length` tokens by the match; none without one."""
+        """The next `length` tokens by the match; none without one, and fewer where a memory knows no more."""
         found = self.match()
         if found is None or length < 1:
             return []
+        if found.remembered:
+            assert self.memory is not None
+            return self.memory.chain(self.tokens, length, self.config.max_suffix, self.config.min_suffix)
         start, n = found.start, len(self.tokens)
         copied = self.tokens[start : start + length]
         period = n - start
@@ -133,7 +151,17 @@ class LookupIndex:
         tokens.append(token)
         self._fresh = False
 
-    def _search(self) -> Match | None:
+    def _search(self) -> tuple[Match | None, int | None]:
+        """The match, in the text or in the memory, and the token that followed there."""
+        own = self._search_text()
+        if self.memory is not None and (own is None or own.length < OWN):
+            phrase = self.memory.find(self.tokens, self.config.max_suffix, self.config.min_suffix)
+            if phrase is not None and (own is None or own.length < phrase.length):
+                share = phrase.times / phrase.total
+                return Match(phrase.node, phrase.length, phrase.total, share, remembered=True), phrase.token
+        return own, None if own is None else self.tokens[own.start]
+
+    def _search_text(self) -> Match | None:
         tokens, n = self.tokens, len(self.tokens)
         key, found = 0, (0, 0)
         for order in range(1, min(self.config.max_suffix, n) + 1):

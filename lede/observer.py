@@ -16,11 +16,11 @@ import torch
 from lede.features import (
     DRAFT,
     FEATURES,
-    LOOKUP_FEATURES,
     MAX_CONFIDENCE,
     MAX_COUNT,
     MAX_DRAFTED,
     MAX_SINCE_DRAFT,
+    MEMORY_FEATURES,
     PRE_SCAN,
     SCAN,
     FeatureConfig,
@@ -31,7 +31,7 @@ from lede.history import History
 Observation = npt.NDArray[np.float32]
 
 _NOTHING_READ = Reading()
-_NO_LOOKUP = (0.0,) * len(LOOKUP_FEATURES)
+_NO_LOOKUP = (0.0,) * len(MEMORY_FEATURES)
 
 
 class Doubt:
@@ -72,7 +72,7 @@ class Observer:
         self.wants_certainty = not {"certainty", "outlook"}.isdisjoint(features.names)
         """Whether margins of drafted positions are wanted."""
         self.wants_agreement = "agreement" in features.names
-        self._copies = not set(LOOKUP_FEATURES).isdisjoint(features.names)
+        self._copies = not set(MEMORY_FEATURES).isdisjoint(features.names)
         self._forecast = features.fitted
         self._reader = HeadReader(features)
         self._most_entropy = math.log(vocab_size)
@@ -134,13 +134,14 @@ class Observer:
         )
 
     def _before(self, history: History) -> tuple[float, ...]:
-        """`LOOKUP_FEATURES` of the text."""
+        """`MEMORY_FEATURES` of the text."""
         index, match = history.index, history.match
-        length, count, agreement = 0, 0.0, 0.0
+        length, count, agreement, remembered = 0, 0.0, 0.0, False
         if match is not None:
             length, count, agreement = match.length, min(math.log1p(match.occurrences), MAX_COUNT), match.agreement
-        hits = 0.0 if index is None else index.hits
-        return length, count, agreement, hits, history.lookups.acceptance, min(history.lookups.since, MAX_SINCE_DRAFT)
+            remembered = match.remembered
+        hits, lookups = 0.0 if index is None else index.hits, history.lookups
+        return length, count, agreement, hits, lookups.acceptance, min(lookups.since, MAX_SINCE_DRAFT), remembered
 
     def _assemble(
         self,

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from lede.copy_forecast import COPY_FEATURES, CopyForecast, fit_copies
+from lede.copy_forecast import CopyForecast, copy_features, fit_copies
 from lede.cost_model import CostModel
 from lede.cost_tables import CostTables
 from lede.draft_rounds import DraftRounds, Stage
@@ -29,6 +29,9 @@ from lede.policies.lookup_value import LookupValuePolicy
 from lede.seeding import Purpose, numpy_stream
 from lede.simulation import simulate
 from lede.trace_table import TraceTable
+
+if TYPE_CHECKING:
+    from lede.phrases import PhraseMemory
 
 SUFFIXES = (2, 3, 4)
 """Longest suffixes that are tried."""
@@ -45,6 +48,7 @@ def best_static_lookup(
     costs: CostModel,
     config: LookupConfig | None = None,
     lengths: Sequence[int] = STATIC_COPIES,
+    memory: PhraseMemory | None = None,
 ) -> LookupPolicy:
     """The static lookup with the largest simulated rate; of equals, the first in the grid.
 
@@ -54,19 +58,22 @@ def best_static_lookup(
         config: How the text is searched; None tries suffixes and continuations too. A short `min_suffix` of 2 is what
             keeps a static lookup from copying where copies fail; who decides round by round does better without it.
         lengths: Tokens copied.
+        memory: Of other texts, which the policy carries.
     """
     configs = _configs(SUFFIXES, SHORTEST, get_args(Continuation)) if config is None else [config]
     found: list[tuple[float, LookupConfig, int]] = []
     for each in configs:
-        player = LookupPlayer(lookups_of(table, each, max(lengths)), costs)
+        player = LookupPlayer(lookups_of(table, each, max(lengths), memory), costs)
         found += [(player.play(Lookup(length)).rate, each, length) for length in lengths]
     _, best, length = max(found, key=lambda tried: tried[0])
-    return LookupPolicy(
+    policy = LookupPolicy(
         draft_length=length,
         max_suffix=best.max_suffix,
         min_suffix=best.min_suffix,
         continuation=best.continuation,
     )
+    policy.memory = memory
+    return policy
 
 
 def _configs(
@@ -83,6 +90,7 @@ def search_lookup(
     continuation: Continuation | None = None,
     lengths: Sequence[int] = LOOKUP_LENGTHS,
     seed: int = 0,
+    memory: PhraseMemory | None = None,
 ) -> LookupConfig:
     """How the text is best searched, by the rate of the reference.
 
@@ -96,6 +104,7 @@ def search_lookup(
         continuation: What is copied; None tries both.
         lengths: Lengths of the drafts that are chosen from.
         seed: Of what the forecasts are fitted on.
+        memory: Of other texts.
     """
     suffixes = SUFFIXES if max_suffix is None else (max_suffix,)
     configs = _configs(suffixes, (1,), get_args(Continuation) if continuation is None else (continuation,))
@@ -103,7 +112,7 @@ def search_lookup(
         return configs[0]
 
     def rate(config: LookupConfig) -> float:
-        return simulate(reference_lookups(table, costs, config, lengths, seed=seed), table, costs).rate
+        return simulate(reference_lookups(table, costs, config, lengths, seed=seed, memory=memory), table, costs).rate
 
     return max(configs, key=rate)
 
@@ -115,6 +124,7 @@ def reference_lookups(
     lengths: Sequence[int] = LOOKUP_LENGTHS,
     features: FeatureConfig | None = None,
     seed: int = 0,
+    memory: PhraseMemory | None = None,
     **settings: Any,
 ) -> LookupValuePolicy:
     """The best policy of its kind: a forecast fitted, prices at the rate that the policy itself comes to.
@@ -126,16 +136,17 @@ def reference_lookups(
         lengths: Lengths of the drafts that are chosen from, ascending.
         features: What the forecast looks at.
         seed: Of the rounds that it is fitted on.
+        memory: Of other texts, which the policy carries.
         **settings: More settings of the policy, and the fingerprint that binds it.
     """
-    chosen = FeatureConfig(names=COPY_FEATURES) if features is None else features
-    forecast = fit_forecast_of_copies(table, costs, config, lengths, chosen, seed)
+    chosen = FeatureConfig(names=copy_features(memory is not None)) if features is None else features
+    forecast = fit_forecast_of_copies(table, costs, config, lengths, chosen, seed, memory=memory)
     seconds = _more_seconds(table, costs, lengths)
 
     def priced(prices: npt.NDArray[np.float64]) -> LookupValuePolicy:
         plans = tuple(Lookup(length) for length in lengths)
         return LookupValuePolicy.from_forecast(
-            forecast, lookup=config, lookups=plans, prices=tuple(prices.tolist()), **settings
+            forecast, lookup=config, lookups=plans, prices=tuple(prices.tolist()), memory=memory, **settings
         )
 
     def rate(policy: LookupValuePolicy) -> float:
@@ -155,9 +166,10 @@ def fit_forecast_of_copies(
     features: FeatureConfig,
     seed: int = 0,
     passes: int = 2,
+    memory: PhraseMemory | None = None,
 ) -> CopyForecast:
     """A forecast fitted where lookups of random lengths lead."""
-    lookup = lookups_of(table, config, max(lengths))
+    lookup = lookups_of(table, config, max(lengths), memory)
     tables = CostTables(costs, (), table.max_context, 1)
     plans = [Lookup(length) for length in lengths]
     rounds = DraftRounds(table, tables, features, lookup=lookup, lookups=plans)

@@ -17,6 +17,7 @@ from lede.policies.base import BLIND, ExitAt, LayerState, Lookup, Policy, PreSca
 from lede.policies.learned import LearnedPolicy
 from lede.policies.lookup import LookupPolicy
 from lede.policies.lookup_value import LookupValuePolicy
+from lede.policies.source_value import SourceValuePolicy
 from lede.policies.static import StaticPolicy
 from lede.policies.survival import SurvivalPolicy
 from lede.rewards import CONTINUE, EXIT
@@ -123,6 +124,10 @@ def simulate(
         from lede.reference_thresholds import lane_decisions
 
         return play(rounds, lane_decisions(policy, table.n_prompts))
+    if isinstance(policy, SourceValuePolicy):  # so does this one
+        from lede.reference_sources_lanes import lane_decisions as source_decisions
+
+        return play(rounds, source_decisions(policy, table.n_prompts))
     policy.reset()
     return play(rounds, _one_by_one(policy))
 
@@ -156,7 +161,8 @@ def rounds_of(
     plans = _lookups(policy)
     config = None if policy is None else policy.lookup
     longest = max((plan.length for plan in plans), default=1)
-    lookup = None if config is None else lookups_of(table, config, longest)
+    memory = None if policy is None else policy.memory
+    lookup = None if config is None else lookups_of(table, config, longest, memory)
     return DraftRounds(table, tables, features, asked, seed, RoundLog(), lookup, plans)
 
 
@@ -188,7 +194,7 @@ def _lookups(policy: Policy | None) -> tuple[Lookup, ...]:
     """The lookups that a policy is known to choose from; others are added when it chooses them."""
     if isinstance(policy, LookupPolicy):
         return (policy.plan,)
-    if isinstance(policy, LearnedPolicy | LookupValuePolicy):
+    if isinstance(policy, LearnedPolicy | LookupValuePolicy | SourceValuePolicy):
         return policy.config.lookups
     return ()
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lede.buffers.store import TraceStore, TransitionStore
     from lede.policies.learned import LearnedPolicy
     from lede.policies.lookup_value import LookupValuePolicy
+    from lede.policies.source_value import SourceValuePolicy
     from lede.policies.survival import SurvivalPolicy
     from lede.sweep_results import RunResult, SweepResults, SweepRun
 
@@ -60,7 +61,9 @@ class SweepConfig(TrainConfig):
         return self.seeds or (DEFAULT_SEEDS if self.sweep else 1)
 
 
-def train_or_sweep(config: SweepConfig) -> LearnedPolicy | SurvivalPolicy | LookupValuePolicy | SweepResults:
+def train_or_sweep(
+    config: SweepConfig,
+) -> LearnedPolicy | SurvivalPolicy | LookupValuePolicy | SourceValuePolicy | SweepResults:
     """Train once, or sweep if there is something to vary.
 
     Raises:

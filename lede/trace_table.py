@@ -83,6 +83,8 @@ class TraceTable:
     """New tokens, one more than the decisions; likewise."""
     lookups: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What `lede.lookup_table.lookups_of` has made of them."""
+    unseen: dict[str, Any] = field(default_factory=dict, repr=False)
+    """For a memory made of these texts, by its digest, what each text is shown instead (`lede.phrase_folds`)."""
 
     @classmethod
     def from_traces(

@@ -51,6 +51,9 @@ class TrainConfig:
     """Longest end of the text that is searched for; None chooses by the simulated rate."""
     continuation: Continuation | None = None
     """What is copied of several earlier places, recent or frequent; None chooses by the simulated rate."""
+    memory: str | None = None
+    """Other texts to draft from where a text has nothing of its own: train for the buffer's, none, or a file of `lede
+    phrases`; None for train where lookups are among the sources."""
     candidates: str | None = None
     """Candidate layers for a buffer of traces, such as 2,4,8 or all, or auto to search those that decode fastest by the
     profile; the store's unless given."""
@@ -88,8 +91,8 @@ class TrainConfig:
     """Weight of CQL's conservative term."""
     episode: Literal["token", "prompt", "round"] | None = None
     """What an episode is: a generation step as in the paper, a whole prompt, or with wall-clock a round, which prices
-    what comes after it at the average; None for token, or with wall-clock prompt, or round where lookups alone draft:
-    then every choice is learned from at every state."""
+    what comes after it at the average; None for token, or with wall-clock prompt, or round where lookups draft: if they
+    alone do, every choice is learned from at every state."""
     passes: int = 4
     """Times that uniform decisions are played on each trace; a buffer of transitions is taken as it is."""
     min_exits: int = 100
@@ -175,12 +178,10 @@ class TrainConfig:
             raise ValueError(
                 "thresholds are searched for tokens a second: they need traces and a cost profile (--profile)"
             )
-        if self.algo == "thresholds" and (
-            self.sources == "exit,lookup" or (self.sources == "lookup" and self.prune_at)
-        ):
+        if self.algo == "thresholds" and self.sources == "lookup" and self.prune_at:
             raise ValueError(
-                "thresholds draft from one source, and unpruned from the text: give --sources exit or lookup without "
-                "--prune-at, or let dqn choose"
+                "thresholds that draft from the text alone do not prune: leave out --prune-at, give --sources "
+                "exit,lookup, or let dqn choose"
             )
         if wall_clock and self.gamma != 1:
             raise ValueError(
@@ -191,7 +192,8 @@ class TrainConfig:
                 f"sources {self.sources} are chosen from by tokens a second: they need traces and a cost profile "
                 "(--profile)"
             )
-        names = self.features or (features_for(self.sources) if wall_clock else None)
+        memory = self._memory()
+        names = self.features or (features_for(self.sources, memory != "none") if wall_clock else None)
         staged = wall_clock and self.sources != "lookup"
         missing = [name for name in ("in_scan", "in_draft") if staged and name not in (names or ())]
         if missing:
@@ -205,7 +207,21 @@ class TrainConfig:
             n_steps=1 if self.sources == "lookup" and self.episode in (None, "round") else self.n_steps,
             keep=self.keep or ("best" if self.profile else "last"),
             features=names,
+            memory=memory,
         )
+
+    def _memory(self) -> str:
+        """What `memory` stands for.
+
+        Raises:
+            ValueError: Nobody would draft from it.
+        """
+        if self.sources == "exit" and self.memory not in (None, "none"):
+            raise ValueError(
+                f"memory {self.memory} is drafted from by lookups: give --sources lookup or exit,lookup, or leave the "
+                "memory out"
+            )
+        return self.memory or ("none" if self.sources == "exit" else "train")
 
 
 def train(
@@ -288,8 +304,12 @@ def _train(
 
 
 def _wall_clock_episode(sources: Sources) -> Literal["prompt", "round"]:
-    """Rounds where each is one decision, which all choices can be compared at; whole prompts otherwise."""
-    return "round" if sources == "lookup" else "prompt"
+    """Rounds where the text drafts too.
+
+    Over a whole prompt, values of later rounds are learned from values of still later ones, each the largest of as many
+    plans as there are, and nothing that is observed says how much text is left: errors add up, and the loss explodes.
+    """
+    return "prompt" if sources == "exit" else "round"
 
 
 def fixed_settings(config: TrainConfig) -> dict[str, Any]:
@@ -302,6 +322,7 @@ def with_defaults(then: dict[str, Any]) -> dict[str, Any]:
     """The fixed settings of an earlier run, with the default where it knew no such setting."""
     defaults = {each.name: each.default for each in fields(TrainConfig) if each.default is not MISSING}
     defaults = {name: value for name, value in defaults.items() if name not in _PROCESS_FIELDS}
+    defaults["memory"] = "none"  # whoever does not say so was trained before there was one
     return {**dict(json.loads(json.dumps(defaults))), **then}
 
 

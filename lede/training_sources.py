@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lede.features import CALIBRATED_FEATURES, LOOKUP_FEATURES
+from lede.features import CALIBRATED_FEATURES, LOOKUP_FEATURES, MEMORY_FEATURES
 
 Sources = Literal["exit", "lookup", "exit,lookup"]
 """Layers of the model, the text, or both."""
 
-COPYING_FEATURES = ("trace", *LOOKUP_FEATURES)
-"""What a policy observes that drafts by lookup alone: nothing that needs a head read."""
 
+def features_for(sources: Sources, memory: bool = False) -> tuple[str, ...]:
+    """Features of the wall-clock objective unless others are given.
 
-def features_for(sources: Sources) -> tuple[str, ...]:
-    """Features of the wall-clock objective unless others are given."""
-    if sources == "lookup":
-        return COPYING_FEATURES
-    return CALIBRATED_FEATURES if sources == "exit" else (*CALIBRATED_FEATURES, *LOOKUP_FEATURES)
+    Args:
+        sources: Where drafts may come from.
+        memory: Whether other texts are remembered.
+    """
+    copying = MEMORY_FEATURES if memory else LOOKUP_FEATURES
+    if sources == "lookup":  # nothing that needs a head read
+        return ("trace", *copying)
+    return CALIBRATED_FEATURES if sources == "exit" else (*CALIBRATED_FEATURES, *copying)

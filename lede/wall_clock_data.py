@@ -9,6 +9,8 @@ Source: Dinkelbach, On nonlinear fractional programming (1967), for the ratio of
 
 from __future__ import annotations
 
+import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,8 @@ from lede.features import FeatureConfig
 from lede.learning_curve import GreedyScore
 from lede.lookup_behaviour import record_choices
 from lede.lookup_table import LookupTable, lookups_of
+from lede.phrase_folds import remember
+from lede.phrases import PhraseMemory
 from lede.policies.base import BLIND, Lookup
 from lede.policies.learned import LearnedPolicy
 from lede.policies.lookup import LookupPolicy
@@ -80,10 +84,11 @@ class WallClockData:
         self.settings = settings = self._with_forecast(settings)
         self.candidates = settings.candidates if "exit" in config.sources else ()
         self.lookup, self.lookups = None, lookup_plans(config)
+        self.memory = self._remembered() if self.lookups else None
         if self.lookups:
             lengths = sorted({plan.length for plan in self.lookups})
             self.lookup = search_lookup(
-                self.training, costs, config.max_suffix, config.continuation, lengths, config.seed
+                self.training, costs, config.max_suffix, config.continuation, lengths, config.seed, self.memory
             )
         copies, others = self._looked_up(self.training), self._looked_up(self.validation)
         tables = CostTables(costs, self.candidates, self.training.max_context, config.max_draft)
@@ -117,7 +122,12 @@ class WallClockData:
     @property
     def plans(self) -> dict[str, Any]:
         """Settings of the policy to be: what it chooses from."""
-        return {"candidates": self.candidates, "lookup": self.lookup, "lookups": self.lookups}
+        return {
+            "candidates": self.candidates,
+            "lookup": self.lookup,
+            "lookups": self.lookups,
+            "memory": self.memory,
+        }
 
     @property
     def stage_flags(self) -> tuple[int, ...]:
@@ -155,6 +165,7 @@ class WallClockData:
         return {
             "objective": "wall-clock",
             "lookup": None if self.lookup is None else asdict(self.lookup),
+            "memory": None if self.memory is None else _description_of(self.memory),
             "static": {**static, "draft_length": best.draft_length},
             "static_speedup": self.static_speedup,
             "branches": self.training.branches is not None,
@@ -192,7 +203,32 @@ class WallClockData:
     def _looked_up(self, table: TraceTable) -> LookupTable | None:
         if self.lookup is None:
             return None
-        return lookups_of(table, self.lookup, max(plan.length for plan in self.lookups))
+        return lookups_of(table, self.lookup, max(plan.length for plan in self.lookups), self.memory)
+
+    def _remembered(self) -> PhraseMemory | None:
+        """The memory of other texts that lookups fall back to.
+
+        Raises:
+            ValueError: A file holds none, or one of another tokenizer.
+        """
+        how, settings = self.config.memory, self.settings
+        tokenizer = settings.fingerprint.get("tokenizer") if settings.fingerprint else None
+        if how in (None, "none"):
+            return None
+        if how == "train":
+            return remember(self.training, tokenizer, self.config.seed)
+        memory = PhraseMemory.load(str(how))
+        memory.check_tokenizer(tokenizer, settings.vocab_size, f"model '{settings.model}'")
+        for table, name in ((self.training, "training"), (self.validation, "validation")):
+            known = memory.known(zip(table.prompt_ids, table.token_ids, strict=True))
+            if known:
+                warnings.warn(
+                    f"the memory {how} holds {known} of the {table.n_prompts} {name} texts, which find themselves "
+                    "there: the policy will trust it too much; give one of other texts, or --memory train",
+                    stacklevel=4,
+                )
+        self.digest = hashlib.sha256((self.digest + memory.digest).encode()).hexdigest()
+        return memory
 
     def _best_static(self) -> StaticPolicy | LookupPolicy:
         """The fastest setting that never decides, of the sources that there are."""
@@ -200,7 +236,7 @@ class WallClockData:
         if self.candidates:
             tried.append(best_static(self.training, self.costs, self.config.max_draft))
         if self.lookup is not None:
-            tried.append(best_static_lookup(self.training, self.costs))
+            tried.append(best_static_lookup(self.training, self.costs, memory=self.memory))
         return max(tried, key=lambda policy: simulate(policy, self.training, self.costs).rate)
 
     def _price(self) -> None:
@@ -236,12 +272,22 @@ def best_static(
 def policy_settings(config: TrainConfig, settings: StoreSettings, candidates: Sequence[int]) -> StoreSettings:
     """Settings of the traces with the policy's candidates and features."""
     features = FeatureConfig(
-        names=config.features or features_for(config.sources),
+        names=config.features or features_for(config.sources, config.memory not in (None, "none")),
         top_k=settings.features.top_k,
         window=settings.features.window,
         draft_agreement=config.draft_agreement,
     )
     return replace(settings, candidates=tuple(candidates), features=features)
+
+
+def _description_of(memory: PhraseMemory) -> dict[str, Any]:
+    return {
+        "digest": memory.digest,
+        "texts": int(memory.texts.size),
+        "n_grams": len(memory),
+        "max_suffix": memory.max_suffix,
+        "bytes": memory.n_bytes,
+    }
 
 
 def _weights(policy: LearnedPolicy | None) -> list[Any]:

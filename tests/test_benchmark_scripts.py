@@ -48,6 +48,8 @@ def test_an_engine_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture
         max_new_tokens=6,
         repeats=1,
         contexts="16,9999",
+        rows="1,3",
+        rows_context=8,
         compiled=False,
     )
     found = engine_profile.main(settings)
@@ -57,6 +59,7 @@ def test_an_engine_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture
         assert sum(ms for section, ms in spent.items() if section != "total") <= spent["total"]
     assert found["operations"]["plain, eager"]["products"] > 0
     assert list(found["contexts"]["eager"]) == ["token at 16", "attention at 16"], "the model has no 9,999 positions"
+    assert list(found["rows"]["eager"]) == ["1 row", "3 rows"]
     assert (tmp_path / "engine.json").exists()
     assert "milliseconds a token" in capsys.readouterr().out
 

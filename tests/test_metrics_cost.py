@@ -43,7 +43,7 @@ def test_the_meter_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert once(model, None, [1, 2, 3], 4, "off") > 0
     assert once(model, None, [1, 2, 3], 4, "on") > 0
     assert made == ["Unread", "Meter"]
-    assert generation.Meter is Meter
+    assert vars(generation)["Meter"] is Meter
 
 
 def test_a_run_on_short_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from lede.policies.lookup_value import LookupValueConfig, LookupValuePolicy
 from lede.policies.random import RandomConfig, RandomPolicy
 from lede.policies.settings import settings_from_text
 from lede.policies.skip_search import SearchStep
+from lede.policies.source_value import SourceValueConfig, SourceValuePolicy
 from lede.policies.static import StaticConfig, StaticPolicy
 from lede.policies.survival import SurvivalConfig, SurvivalPolicy
 from lede.policies.swift import SwiftConfig, SwiftPolicy
@@ -62,6 +63,8 @@ __all__ = [
     "SearchStep",
     "Shadow",
     "SkipSublayers",
+    "SourceValueConfig",
+    "SourceValuePolicy",
     "StaticConfig",
     "StaticPolicy",
     "SurvivalConfig",
@@ -87,12 +90,13 @@ POLICIES: dict[str, type[Policy]] = {
         LearnedPolicy,
         SurvivalPolicy,
         LookupValuePolicy,
+        SourceValuePolicy,
         AblatedPolicy,
     )
 }
 """Every policy by its kind."""
 
-_FITTED = (LearnedPolicy.kind, SurvivalPolicy.kind, LookupValuePolicy.kind)
+_FITTED = (LearnedPolicy.kind, SurvivalPolicy.kind, LookupValuePolicy.kind, SourceValuePolicy.kind)
 
 
 def parse_policy(text: str) -> Policy | None:

@@ -66,6 +66,7 @@ class AblatedPolicy(Policy):
             raise ValueError(f"draft_length must be within 1..max_draft = {self.config.max_draft}, got {length}")
         self.fingerprint = self.base.fingerprint
         self._profile = self.base._profile
+        self.memory = self.base.memory
         self._plan = None if self.config.exit_layer is None else ExitAt(self.config.exit_layer)
 
     @classmethod

@@ -26,6 +26,7 @@ from lede.lookup import LookupConfig, Match
 if TYPE_CHECKING:
     from lede.cost_profile import CostProfile
     from lede.models import EarlyExitModel
+    from lede.phrases import PhraseMemory
     from lede.text_probe import TextProbe
 
 BLIND = 2
@@ -219,6 +220,7 @@ class Policy(ABC):
             self.config = replace(self.config, **settings)
         self.fingerprint: dict[str, Any] | None = None  # of the base model; None while unbound
         self._profile: CostProfile | Callable[[], CostProfile] | None = None
+        self.memory: PhraseMemory | None = None  # of other texts, behind the one that `lookup` searches; saved too
 
     @property
     def features(self) -> FeatureConfig | None:
@@ -290,6 +292,12 @@ class Policy(ABC):
     def check_model(self, model: EarlyExitModel) -> None:
         """Raise ValueError when the policy can't run on this model; called before any decoding."""
         self.candidates_for(model.n_layers)
+        self.check_memory(model)
+
+    def check_memory(self, model: EarlyExitModel) -> None:
+        """Raise ValueError when the token ids that the policy remembers are not the model's."""
+        if self.memory is not None:
+            self.memory.check_model(model)
 
     def check_temperature(self, temperature: float) -> None:
         """Warn when decoding at another temperature than the policy was fitted at: still exact, perhaps slower."""
@@ -355,7 +363,7 @@ class Policy(ABC):
         """
 
     def save_pretrained(self, folder: str) -> None:
-        """Write config.json, model.safetensors, a card and any profile; see `lede.checkpoint.save_policy`."""
+        """Write config.json, weights, a card, and any profile and memory; see `lede.checkpoint.save_policy`."""
         from lede.checkpoint import save_policy
 
         save_policy(self, folder)

@@ -16,6 +16,7 @@ from lede.rewards import CONTINUE, EXIT
 
 if TYPE_CHECKING:
     from lede.models import EarlyExitModel
+    from lede.phrases import PhraseMemory
 
 __all__ = ["LearnedConfig", "LearnedPolicy", "QNetwork", "fold_normalisation"]
 
@@ -74,6 +75,7 @@ class LearnedPolicy(Policy):
         mean: npt.ArrayLike | None = None,
         std: npt.ArrayLike | None = None,
         fingerprint: dict[str, Any] | None = None,
+        memory: PhraseMemory | None = None,
         **settings: Any,
     ) -> Self:
         """A policy from the weights of a trained Q-network.
@@ -84,6 +86,7 @@ class LearnedPolicy(Policy):
             mean: Subtracted from each feature before the first layer, `(feature,)`; folded into it.
             std: Each feature is divided by it after that, `(feature,)`; folded in as well.
             fingerprint: Of the base model; binds the policy, and makes its candidates explicit.
+            memory: Of other texts, that the network was trained with.
             **settings: Fields of `LearnedConfig`.
 
         Raises:
@@ -96,6 +99,7 @@ class LearnedPolicy(Policy):
         policy = cls(config, **settings)
         policy._take(QNetwork(fold_normalisation(layers, mean, std)))
         policy.fingerprint = fingerprint
+        policy.memory = memory
         return policy
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lede.lookup import Continuation, LookupConfig
 from lede.policies.base import LayerState, Lookup, Policy, PolicyConfig, PreScanState
@@ -28,6 +28,9 @@ class LookupPolicyConfig(PolicyConfig):
     prune_at: int | None = None
     """Layer, of 1..L-1, at which the draft is cut behind the first token that is not the likeliest there; none: all of
     it is verified."""
+    memory: str | None = None
+    """File of phrases of other texts (`lede phrases`), for where the text has nothing of its own to copy; none: no
+    memory, or the one in the policy's folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,13 +47,23 @@ class LookupPolicy(Policy):
     It needs no layer that foretells the last one, and never reads a head unless it prunes.
 
     Source: prompt lookup (Saxena, 2023), whose 10 tokens and suffixes of up to 3 are the defaults. Departs from it:
-    generated text is searched with the prompt, a copy goes on in itself, and layer `prune_at` may cut it
-    (`lede.lookup`).
+    generated text is searched with the prompt, a copy goes on in itself, layer `prune_at` may cut it (`lede.lookup`),
+    and a memory of other texts may stand behind (`lede.phrases`).
+
+    Raises:
+        ValueError: The file of `memory` can't be read.
     """
 
     kind: ClassVar[str] = "lookup"
     config_class: ClassVar[type[PolicyConfig]] = LookupPolicyConfig
     config: LookupPolicyConfig
+
+    def __init__(self, config: PolicyConfig | None = None, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        if self.config.memory is not None:
+            from lede.phrases import PhraseMemory
+
+            self.memory = PhraseMemory.load(self.config.memory)
 
     @property
     def lookup(self) -> LookupConfig:
@@ -67,8 +80,9 @@ class LookupPolicy(Policy):
         return ()
 
     def check_model(self, model: EarlyExitModel) -> None:
-        """Raise ValueError when the model can't cut drafts at layer `prune_at`."""
+        """Raise ValueError when the model can't cut drafts at layer `prune_at`, or has another tokenizer."""
         self.plan.check(model.n_layers)
+        self.check_memory(model)
 
     def pre_scan(self, state: PreScanState) -> Lookup:
         """Copy; where nothing is found the round is a plain pass."""

@@ -16,6 +16,7 @@ from lede.rewards import CONTINUE
 
 if TYPE_CHECKING:
     from lede.models import EarlyExitModel
+    from lede.phrases import PhraseMemory
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class LookupValuePolicy(Policy):
         config: LookupValueConfig | None = None,
         *,
         fingerprint: dict[str, Any] | None = None,
+        memory: PhraseMemory | None = None,
         **settings: Any,
     ) -> Self:
         """A policy from a fitted forecast.
@@ -69,11 +71,13 @@ class LookupValuePolicy(Policy):
             forecast: The forecast, whose observation the policy takes over.
             config: Settings; `settings` are laid over them.
             fingerprint: Of the base model; binds the policy.
+            memory: Of other texts, that the forecast was fitted with.
             **settings: Fields of `LookupValueConfig`.
         """
         policy = cls(config, **{**settings, "features": forecast.features})
         policy._forecast = forecast
         policy.fingerprint = fingerprint
+        policy.memory = memory
         return policy
 
     @property
@@ -107,8 +111,9 @@ class LookupValuePolicy(Policy):
         return ()
 
     def check_model(self, model: EarlyExitModel) -> None:
-        """Raise ValueError when the policy has no forecast; it runs on any model."""
+        """Raise ValueError when the policy has no forecast, or remembers in token ids that are not the model's."""
         _ = self.forecast
+        self.check_memory(model)
 
     def values(self, observations: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """Expected tokens beyond the one of a plain pass less its price, of no draft and each draft, `(n, 1 + J)`."""

@@ -84,6 +84,7 @@ class RandomPolicy(Policy):
             ValueError: A candidate is outside 1..L-1, or a model without inner layers is to draft with gaps.
         """
         self._layers = self.candidates_for(model.n_layers)
+        self.check_memory(model)
         if self.config.gap_probability > 0:
             if model.n_layers < 3:
                 raise ValueError(f"gap_probability needs a model with at least 3 layers, got {model.n_layers}")

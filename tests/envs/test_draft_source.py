@@ -12,8 +12,9 @@ from gymnasium.utils.env_checker import check_env
 from lede.buffers import TraceStore
 from lede.cost_model import CostModel
 from lede.envs import DraftSourceEnv, DraftSourceVectorEnv
-from lede.features import LOOKUP_FEATURES, WALL_CLOCK_FEATURES, FeatureConfig
+from lede.features import LOOKUP_FEATURES, MEMORY_FEATURES, WALL_CLOCK_FEATURES, FeatureConfig
 from lede.lookup import LookupConfig, LookupIndex, agreeing
+from lede.phrases import PhraseMemory
 from lede.policies import LearnedPolicy
 from lede.policies.base import Lookup
 from lede.simulation import simulate
@@ -103,6 +104,24 @@ def test_a_lookup_drafts_what_the_index_proposes() -> None:
         assert info["source"] == (2 if copied else 0)
         t, right = t + info["tokens"], right + accepted
     assert right > 10
+
+
+def test_a_memory_of_other_texts_stands_behind() -> None:
+    """Of these very texts, so that it is always asked and always right: here nobody learns from it."""
+    memory = PhraseMemory.from_texts([(trace.prompt_ids[-1:], trace.token_ids) for trace in TRACES])
+    env, bare = (make(sources="lookup", lookups=(8,), memory=each) for each in (memory, None))
+    assert env.lanes.features.names == ("trace", *MEMORY_FEATURES)
+    rounds = {}
+    for each in (env, bare):
+        observation, _ = each.reset(seed=0)
+        terminated, seen = False, [observation]
+        while not terminated:
+            observation, _, terminated, _, _ = each.step(2)
+            seen.append(observation)
+        rounds[each] = len(seen)
+        if each is env:
+            assert {float(row[-1]) for row in seen} == {0.0, 1.0}
+    assert rounds[env] < 0.7 * rounds[bare]
 
 
 def test_spaces_and_defaults() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lede.ablation import FEATURE_SETS, ablate
 from lede.cost_model import CostModel
-from lede.features import FEATURES, LOOKUP_FEATURES, FeatureConfig
+from lede.features import FEATURES, MEMORY_FEATURES, FeatureConfig
 from lede.reference_program import ProgramConfig
 from lede.trace_table import TraceTable
 from tests.matched_texts import VOCAB_SIZE, matched_text
@@ -59,5 +59,5 @@ def test_the_feature_that_tells_is_found() -> None:
 def test_each_set_holds_those_before_it() -> None:
     sets = list(FEATURE_SETS.values())
     assert all(set(a.names) <= set(b.names) for a, b in pairwise(sets))
-    assert set(sets[-1].names) == set(FEATURES) - set(LOOKUP_FEATURES)  # what layers say
+    assert set(sets[-1].names) == set(FEATURES) - set(MEMORY_FEATURES)  # what layers say
     assert sets[-1].draft_agreement

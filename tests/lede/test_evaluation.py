@@ -154,8 +154,10 @@ def test_references_measure_the_others(store: TraceStore) -> None:
     plain, static = found.policies
     assert (plain.reference, static.reference) == (True, True)
     best = max(plain.rate.value, static.rate.value)
-    assert plain.of_reference == pytest.approx(plain.rate.value / best)
-    assert static.of_reference == pytest.approx(static.rate.value / best)
+    assert plain.of_reference is not None
+    assert static.of_reference is not None
+    assert plain.of_reference.value == pytest.approx(plain.rate.value / best)
+    assert static.of_reference.value == pytest.approx(static.rate.value / best)
 
 
 def test_with_and_without_branches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from lede.features import (
     CALIBRATED_FEATURES,
     DEFAULT_FEATURES,
     FEATURES,
-    LOOKUP_FEATURES,
+    MEMORY_FEATURES,
     PRE_SCAN,
     TEXT_FEATURES,
     WALL_CLOCK_FEATURES,
@@ -95,11 +95,11 @@ def test_missing_features_are_masked_and_others_give_the_shape_alone() -> None:
 
 def test_the_registry() -> None:
     by_layers = set(DEFAULT_FEATURES) | set(CALIBRATED_FEATURES) | set(TEXT_FEATURES)
-    assert by_layers.isdisjoint(LOOKUP_FEATURES)
-    assert by_layers | set(LOOKUP_FEATURES) == set(FEATURES)
+    assert by_layers.isdisjoint(MEMORY_FEATURES)
+    assert by_layers | set(MEMORY_FEATURES) == set(FEATURES)
     assert set(CALIBRATED_FEATURES) - set(WALL_CLOCK_FEATURES) == set(CALIBRATED)
     before = {name for name, feature in FEATURES.items() if PRE_SCAN in feature.stages}
-    assert before == {"trace", "acceptance", "since_draft", *LOOKUP_FEATURES}
+    assert before == {"trace", "acceptance", "since_draft", *MEMORY_FEATURES}
     assert [name for name, feature in FEATURES.items() if feature.draft_head_reads] == ["agreement"]
     low, high = FeatureConfig(tuple(FEATURES)).bounds(12, 100)
     assert (low <= 0).all()  # what a stage does not define is 0

@@ -17,10 +17,11 @@ from lede.copy_forecast import COPY_FEATURES, GROUPS, CopyForecast, inputs
 from lede.cost_model import CostModel
 from lede.decoding import Decoder
 from lede.envs import Rules
-from lede.features import CALIBRATED_FEATURES, LOOKUP_FEATURES, FeatureConfig
+from lede.features import CALIBRATED_FEATURES, LOOKUP_FEATURES, MEMORY_FEATURES, FeatureConfig
 from lede.lookup import LookupConfig
 from lede.lookup_table import lookups_of
 from lede.models import EarlyExitModel
+from lede.phrases import PhraseMemory
 from lede.policies import LearnedPolicy, LookupPolicy, LookupValuePolicy, Policy, RandomPolicy
 from lede.policies.base import BLIND, Lookup, Plan, PreScanState
 from lede.regret import split
@@ -29,7 +30,7 @@ from lede.simulation import Simulation, play, rounds_of, simulate
 from lede.statistics import Meter
 from lede.trace_table import TraceTable
 from lede.verification import Chooser, TorchSource, Warp
-from tests.forecasts import made_up
+from tests.forecasts import made_up, made_up_sources
 from tests.planted_costs import AGAIN, BLOCKS, PLANTED
 from tests.tiny_models import N_LAYERS, tiny_model
 
@@ -72,11 +73,32 @@ def copying(seed: int) -> LearnedPolicy:
     )
 
 
-def valued() -> LookupValuePolicy:
+def remembering(seed: int) -> LearnedPolicy:
+    names = ("trace", *MEMORY_FEATURES)
+    return LearnedPolicy.from_network(
+        network(len(names), BLIND + len(LOOKUPS), seed),
+        features=FeatureConfig(names),
+        candidates=(),
+        lookup=LookupConfig(4),
+        lookups=LOOKUPS,
+    )
+
+
+def memory_of(traces: list[PromptTrace]) -> PhraseMemory:
+    """Of the texts, but for every sixth token."""
+    texts = []
+    for trace in traces:
+        answer = trace.token_ids.copy()
+        answer[5::6] = (answer[5::6] + 1) % tiny_model("llama").vocab_size
+        texts.append((trace.prompt_ids, answer))
+    return PhraseMemory.from_texts(texts)
+
+
+def valued(prices: tuple[float, ...] = (0.2, 0.5, 1.0, 2.0)) -> LookupValuePolicy:
     features = FeatureConfig(COPY_FEATURES)
     n_inputs = inputs(np.zeros((1, len(COPY_FEATURES)), dtype=np.float32), features).shape[1]
     weights = np.random.default_rng(5).normal(size=(len(GROUPS), n_inputs))
-    return LookupValuePolicy.from_forecast(CopyForecast(features, weights), prices=(0.2, 0.5, 1.0, 2.0))
+    return LookupValuePolicy.from_forecast(CopyForecast(features, weights), prices=prices)
 
 
 POLICIES: dict[str, Policy] = {
@@ -85,8 +107,13 @@ POLICIES: dict[str, Policy] = {
     "lookup, pruned": LookupPolicy(draft_length=8, prune_at=5),
     "random": RandomPolicy(candidates=CANDIDATES, lookup_probability=0.6, blind_probability=0.2, skip_probability=0.1),
     "value": valued(),
+    "sources 0": made_up_sources(0, CANDIDATES, LOOKUPS),
+    "sources 1": made_up_sources(1, CANDIDATES, LOOKUPS),
     **{f"both {i}": both(i) for i in (2, 3, 4, 8, 10)},
     **{f"copying {i}": copying(i) for i in (1, 2, 3, 4, 10)},
+    "lookup, memory": LookupPolicy(draft_length=6, max_suffix=4),
+    "value, memory": valued((0.01, 0.02, 0.04, 0.08)),
+    **{f"copying, memory {i}": remembering(i) for i in (1, 2, 3)},
 }
 
 
@@ -150,11 +177,12 @@ def simulated(policy: Policy, table: TraceTable) -> tuple[Simulation, dict[tuple
 @pytest.mark.parametrize("name", POLICIES)
 def test_rounds_are_those_of_the_decoder(traces: list[PromptTrace], name: str) -> None:
     model, policy, table = tiny_model("llama"), POLICIES[name], table_of(traces)
+    policy.memory = memory_of(traces) if "memory" in name else None
     policy.reset()
     found, seen = simulated(policy, table)
     policy.reset()
     log = found.log
-    drafted = fooled = 0
+    drafted = fooled = remembered = 0
     for place, prompt in enumerate(PROMPTS):
         if isinstance(policy, RandomPolicy):
             policy.reset()
@@ -190,7 +218,9 @@ def test_rounds_are_those_of_the_decoder(traces: list[PromptTrace], name: str) -
             mirrored = np.stack([seen[place, int(t)] for t in starts[: len(heard.states)]])
             np.testing.assert_allclose(mirrored, wanted, atol=1e-5)
         drafted += sum(r.drafted for r in meter.rounds if r.source == "lookup")
+        remembered += sum(state.match is not None and state.match.remembered for state in heard.states)
     assert drafted > 20
+    assert (remembered > 10) == ("memory" in name)
     assert (fooled > 0) == (name == "lookup, pruned")
 
 

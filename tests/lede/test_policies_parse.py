@@ -39,6 +39,7 @@ def test_every_kind_is_registered_under_its_name() -> None:
         "learned",
         "survival",
         "lookup-value",
+        "source-value",
         "ablated",
     ]
 

@@ -15,9 +15,10 @@ from lede.buffers.store import TraceStore
 from lede.checkpoint import load_policy
 from lede.cost_model import CostModel
 from lede.cost_profile import CostProfile
-from lede.features import CALIBRATED_FEATURES, LOOKUP_FEATURES
+from lede.evaluation import EvaluateConfig, evaluate
+from lede.features import CALIBRATED_FEATURES, MEMORY_FEATURES
 from lede.lookup import LookupConfig
-from lede.policies import LearnedPolicy, LookupPolicy, LookupValuePolicy
+from lede.policies import LearnedPolicy, LookupPolicy, LookupValuePolicy, SourceValuePolicy
 from lede.policies.base import LayerState, Lookup, Policy, PreScan, PreScanState
 from lede.simulation import simulate
 from lede.threshold_training import train_thresholds
@@ -128,6 +129,55 @@ def test_the_reference_finds_it_too(traces: TraceStore, test_table: TraceTable, 
     np.testing.assert_array_equal(again.decide(observations), policy.decide(observations))
 
 
+def test_thresholds_over_both_sources(test_table: TraceTable, tmp_path: Path) -> None:
+    settings = config(
+        tmp_path, sources="exit,lookup", algo="thresholds", candidates="1,3", lookups=(2, 8), prune_at=(3,),
+        max_suffix=3, continuation="recent", memory="none",
+    )  # fmt: skip
+    policy = train_thresholds(settings, store(12, 0), progress=False)
+    assert isinstance(policy, SourceValuePolicy)
+    assert policy.config.lookups == (Lookup(2), Lookup(8), Lookup(2, 3), Lookup(8, 3))
+    assert policy.config.candidates == (1, 3)
+    assert policy.fingerprint == FINGERPRINT
+    again = load_policy(tmp_path / "run" / "policy")
+    found = simulate(policy, test_table, COSTS)
+    assert simulate(again, test_table, COSTS).seconds.tolist() == found.seconds.tolist()
+    assert found.speedup > 0.95 * best_rule(test_table)
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert written["resolved"]["candidates"] == [1, 3]
+    evaluation = evaluate(
+        EvaluateConfig(
+            policy=("plain",), reference=(str(tmp_path / "run" / "policy"),), traces=Path("memory"), resamples=50
+        ),
+        store(30, 1),
+    )
+    plain = evaluation.policies[0].of_reference
+    assert plain is not None
+    assert plain.value == pytest.approx(1 / found.speedup, rel=1e-6)
+    assert plain.lower < plain.value < plain.upper
+
+
+def test_thresholds_over_both_sources_remember_other_texts(tmp_path: Path) -> None:
+    settings = config(
+        tmp_path, sources="exit,lookup", algo="thresholds", candidates="1", lookups=(2, 8), max_suffix=3,
+        continuation="recent", memory="train",
+    )  # fmt: skip
+    policy = train_thresholds(settings, store(12, 0), progress=False)
+    assert policy.memory is not None
+    assert policy.features is not None
+    assert "match_remembered" in policy.features.names
+    again = load_policy(tmp_path / "run" / "policy")
+    assert again.memory is not None
+    assert again.memory.digest == policy.memory.digest
+    judged = EvaluateConfig(policy=(str(tmp_path / "run" / "policy"),), traces=Path("memory"), resamples=50)
+    assert evaluate(judged, store(6, 1)).policies[0].speedup.value > 1
+
+
+@pytest.mark.parametrize(("sources", "episode"), [("exit", "prompt"), ("lookup", "round"), ("exit,lookup", "round")])
+def test_rounds_are_episodes_where_the_text_drafts(sources: Any, episode: str, tmp_path: Path) -> None:
+    assert config(tmp_path, sources=sources).settled("traces").episode == episode
+
+
 @pytest.mark.slow
 def test_both_sources_beat_either(traces: TraceStore, test_table: TraceTable, tmp_path: Path) -> None:
     speedups = {}
@@ -136,7 +186,7 @@ def test_both_sources_beat_either(traces: TraceStore, test_table: TraceTable, tm
         policy = train(replace(settings, out=str(tmp_path / sources)), traces, progress=False)
         speedups[sources] = simulate(policy, test_table, COSTS).speedup
     assert speedups["exit,lookup"] > 0.99 * max(speedups["exit"], speedups["lookup"])
-    assert policy.features.names == (*CALIBRATED_FEATURES, *LOOKUP_FEATURES)
+    assert policy.features.names == (*CALIBRATED_FEATURES, *MEMORY_FEATURES)
     curve = (tmp_path / "exit,lookup" / "logs" / "learning_curve.jsonl").read_text().splitlines()
     assert sum(json.loads(curve[-1])["score"]["sources"].values()) == pytest.approx(1)
 
@@ -159,8 +209,7 @@ def test_a_resumed_run_ends_in_the_same_weights(traces: TraceStore, sources: str
     ("settings", "message"),
     [
         ({"sources": "lookup", "objective": "paper"}, "sources lookup are chosen from by tokens a second"),
-        ({"sources": "exit,lookup", "algo": "thresholds"}, "thresholds draft from one source"),
-        ({"sources": "lookup", "algo": "thresholds", "prune_at": (2,)}, "unpruned from the text"),
+        ({"sources": "lookup", "algo": "thresholds", "prune_at": (2,)}, "leave out --prune-at"),
         ({"lookups": (4, 2)}, "lookups must be ascending"),
         ({"max_suffix": 99}, "max_suffix"),
     ],
