@@ -15,7 +15,7 @@ from lede.tuned import is_tuned
 from lede.tuning import check_disjoint
 
 if TYPE_CHECKING:
-    from lede.bench import BenchConfig
+    from lede.bench_config import BenchConfig
     from lede.suites import Suite
 
 

@@ -34,7 +34,7 @@ from lede.profiling import measured_profile
 from lede.tuning import Tuner, budget_of
 
 if TYPE_CHECKING:
-    from lede.bench import BenchConfig
+    from lede.bench_config import BenchConfig
     from lede.models import EarlyExitModel
     from lede.suites import Suite
 

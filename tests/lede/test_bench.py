@@ -11,7 +11,8 @@ import torch
 
 import lede.generation
 import lede.interleaving
-from lede.bench import BenchConfig, run_bench
+from lede.bench import run_bench
+from lede.bench_config import BenchConfig
 from lede.bench_log import RunLog
 from lede.bench_runs import CONTROL, PLAIN, PROFILE, RUNS, TRANSFORMERS, PromptRun, read_prompts, read_runs, read_setup
 from lede.cli import main

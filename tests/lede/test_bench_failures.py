@@ -15,8 +15,9 @@ import lede.bench_decoding
 import lede.bench_lineup
 import lede.layer_agreement
 import lede.tuning_measure
-from lede.bench import BenchConfig, run_bench
+from lede.bench import run_bench
 from lede.bench_checks import check_prompts
+from lede.bench_config import BenchConfig
 from lede.bench_progress import BenchProgress, Notes
 from lede.bench_runs import CONTROL, PLAIN, SETUP, TRANSFORMERS, read_runs, read_setup
 from lede.collectors import CollectConfig, collect

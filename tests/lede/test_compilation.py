@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from lede import compilation, compiled_layers, fast_linear
+from lede import compilation, compiled_layers
 from lede.compiled_layers import CompiledLayers
 from lede.fast_linear import FastConv1D, FastLinear, accelerated
 from lede.generation import generate, prefill
 from lede.models import EarlyExitModel, load_model
+from lede.onednn import onednn_works
 from lede.policies import parse_policy
 from tests.exactness import is_exact
 from tests.tiny_models import plain_generate, prompt, tiny_hf_model, tiny_model
@@ -270,11 +271,11 @@ def test_fast_products_are_products(shape: tuple[int, ...], dtype: torch.dtype, 
 
 def test_without_onednn_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    fast_linear.onednn_works.cache_clear()
+    onednn_works.cache_clear()
     linear = nn.Linear(3, 3)
     assert accelerated(linear) is linear
     monkeypatch.undo()
-    fast_linear.onednn_works.cache_clear()
+    onednn_works.cache_clear()
 
 
 def test_the_cache_of_a_compiled_model_has_room_for_padding() -> None:
