@@ -35,6 +35,7 @@ __all__ = [
     "DEFAULT_FEATURES",
     "DRAFT",
     "FEATURES",
+    "FOLLOWED",
     "MAX_CONFIDENCE",
     "MAX_DRAFTED",
     "MAX_SINCE_DRAFT",
@@ -195,6 +196,9 @@ LOOKUP_FEATURES = (
 
 MEMORY_FEATURES = (*LOOKUP_FEATURES, "match_remembered")
 """The same for who has a memory of other texts behind his own."""
+
+FOLLOWED = ("entropy", "confidence", "surprisal", "margin", "drafted", "depth")
+"""What the text, the layer and the length of the draft tell, whoever decided before."""
 
 CALIBRATED_FEATURES = (*WALL_CLOCK_FEATURES, *CALIBRATED)
 """The same with what is calibrated: the default of training for wall-clock."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lede.copy_forecast import copy_features
-from lede.features import FEATURES, PRE_SCAN, FeatureConfig
+from lede.features import FEATURES, FOLLOWED, PRE_SCAN, FeatureConfig
 
 _FLAGS = ("in_scan", "in_draft")
 
@@ -34,8 +34,6 @@ def of_layers(features: FeatureConfig) -> FeatureConfig:
     Raises:
         ValueError: Nothing of it is observed, or something is that neither they nor the pre-scan look at.
     """
-    from lede.round_outcomes import FOLLOWED
-
     names = tuple(name for name in features.names if name in FOLLOWED)
     odd = [name for name in features.names if name not in (*FOLLOWED, *before_round(features).names, *_FLAGS)]
     if odd or not names:

@@ -75,7 +75,7 @@ def reference_sources(
         candidates: Layers that are inspected, or drafted at blind.
         lookup: How the text is searched.
         lookups: Drafts from the text to choose from.
-        features: What is observed: what the pre-scan knows, and of layers what `lede.round_outcomes.FOLLOWED` names.
+        features: What is observed: what the pre-scan knows, and of layers what `lede.features.FOLLOWED` names.
         max_draft: Most tokens drafted in a round.
         seed: Of what is played, and of the acceptance of sampled drafts.
         memory: Of other texts, which the policy carries.

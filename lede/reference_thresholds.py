@@ -146,7 +146,7 @@ def reference_thresholds(
         table: Traces of training prompts.
         costs: What operations cost.
         candidates: Layers that may be inspected, or drafted at blind.
-        features: What the forecasts look at, out of `lede.round_outcomes.FOLLOWED`.
+        features: What the forecasts look at, out of `lede.features.FOLLOWED`.
         max_draft: Most tokens drafted in a round.
         seed: Of the rounds that forecasts are fitted on, and of the acceptance of sampled drafts.
         **settings: More settings of the policy, and the fingerprint that binds it.

@@ -16,15 +16,12 @@ import numpy.typing as npt
 from lede.acceptance import AcceptanceModel
 from lede.cost_model import CostModel
 from lede.cost_tables import CostTables
-from lede.features import FeatureConfig
+from lede.features import FOLLOWED, FeatureConfig
 from lede.trace_table import TraceTable
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-FOLLOWED = ("entropy", "confidence", "surprisal", "margin", "drafted", "depth")
-"""Features that the text, the layer and the length of the draft tell."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +46,7 @@ class RoundOutcomes:
         table: Traces, with branches or without.
         costs: What operations cost.
         layers: Layers that may draft, ascending.
-        model: Forecasts at each of them, on features out of `FOLLOWED`.
+        model: Forecasts at each of them, on features out of `lede.features.FOLLOWED`.
         max_draft: Most tokens drafted in a round.
         seed: Of the acceptance of sampled drafts.
         asked: What the policy observes in all, which it is charged for; None for what the forecasts look at.
