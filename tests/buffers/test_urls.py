@@ -15,6 +15,7 @@ from lede.cli import main
 from tests.buffers.s3_server import needs_s3, s3_server
 
 COLLECT = ["collect", "--episodes", "4", "--max-new-tokens", "6", "--collector", "teacher", "--branches", "0"]
+COLLECT += ["--batch-size", "1"]  # to the bit; batches of other sizes round otherwise
 
 
 @pytest.fixture(params=["memory", pytest.param("s3", marks=[needs_s3, pytest.mark.slow])])
