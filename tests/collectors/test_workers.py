@@ -133,7 +133,7 @@ def wait_until_gone(pid: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks processes up in /proc")
-@pytest.mark.parametrize("how", ["ctrl-c", "kill -9"])
+@pytest.mark.parametrize("how", ["ctrl-c", pytest.param("kill -9", marks=pytest.mark.slow)])
 def test_ctrl_c_or_the_parents_death_ends_the_workers_and_what_is_complete_stays(
     model: Path, tmp_path: Path, how: str
 ) -> None:

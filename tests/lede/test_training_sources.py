@@ -191,7 +191,7 @@ def test_both_sources_beat_either(traces: TraceStore, test_table: TraceTable, tm
     assert sum(json.loads(curve[-1])["score"]["sources"].values()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("sources", ["lookup", "exit,lookup"])
+@pytest.mark.parametrize("sources", [pytest.param("lookup", marks=pytest.mark.slow), "exit,lookup"])
 def test_a_resumed_run_ends_in_the_same_weights(traces: TraceStore, sources: str, tmp_path: Path) -> None:
     settings = config(
         tmp_path, sources=sources, steps=30, refresh_interval=10, eval_interval=10, checkpoint_interval=5,

@@ -264,7 +264,8 @@ def test_a_sample_of_shards_is_whole_and_fits(traces: str) -> None:
     assert sample_shards(store, 1, seed=0).n_rows == 80  # a shard at least
 
 
-@pytest.mark.parametrize("kind", ["played", pytest.param("traces", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["played", "traces"])
 def test_memory_does_not_grow_with_the_store(kind: str, tmp_path: Path) -> None:
     """Named for field note A6.9: four times the rows, the same peak, over an epoch and its first window again."""
     peaks, validation = [], TraceStore(SETTINGS, PROBLEM.traces(n_prompts=3, n_tokens=11, seed=9))
