@@ -26,7 +26,7 @@ from d3rlpy.preprocessing import StandardObservationScaler  # noqa: E402  # only
 from d3rlpy.torch_utility import unwrap_ddp_model  # noqa: E402  # only after import_d3rlpy
 
 if TYPE_CHECKING:
-    from lede.training import TrainConfig
+    from lede.training_config import TrainConfig
 
 Array = npt.NDArray[np.float32]
 

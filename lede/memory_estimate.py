@@ -9,7 +9,7 @@ from lede.training_data import is_windowed
 
 if TYPE_CHECKING:
     from lede.buffers.store import TraceStore, TransitionStore
-    from lede.training import TrainConfig
+    from lede.training_config import TrainConfig
 
 _RECORD_ROW = 15
 """Bytes of a decision as it is recorded, beside its observation."""

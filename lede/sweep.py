@@ -17,7 +17,8 @@ import tyro
 
 from lede.run_folder import RunFolder
 from lede.sweep_grid import flag, grid, parse_sweeps, spell
-from lede.training import TrainConfig, fixed_settings, train, with_defaults
+from lede.training import train
+from lede.training_config import TrainConfig, fixed_settings, with_defaults
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Any, get_type_hints
 
 from lede.policies.settings import settings_from_text
-from lede.training import TrainConfig
+from lede.training_config import TrainConfig
 
 _APART = {
     "buffer": "scores of other prompts don't compare",

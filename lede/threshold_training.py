@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lede.run_folder import RunFolder
 from lede.stopwatch import Stopwatch
-from lede.training import TrainConfig, as_json
+from lede.training_config import TrainConfig, as_json
 
 if TYPE_CHECKING:
     from lede.buffers.store import TraceStore, TransitionStore

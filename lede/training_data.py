@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lede.buffers.settings import StoreSettings
     from lede.buffers.store import TransitionStore
     from lede.cost_profile import CostProfile
-    from lede.training import TrainConfig
+    from lede.training_config import TrainConfig
 
 Layers = tuple[int, ...]
 Freeze = Callable[..., LearnedPolicy]

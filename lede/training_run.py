@@ -24,7 +24,7 @@ from lede.rewards import CONTINUE, EXIT
 from lede.run_folder import RunFolder
 from lede.seeding import Purpose, numpy_stream, torch_stream
 from lede.stopwatch import Stopwatch
-from lede.training import TrainConfig, as_json, fixed_settings
+from lede.training_config import TrainConfig, as_json, fixed_settings
 from lede.training_data import TrainingData
 from lede.transitions import NStepBatch
 from lede.wall_clock_data import WallClockData

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lede.buffers.records import PromptTrace
     from lede.buffers.settings import StoreSettings
     from lede.cost_model import CostModel
-    from lede.training import TrainConfig
+    from lede.training_config import TrainConfig
     from lede.transitions import Transitions
 
 STATIC_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)

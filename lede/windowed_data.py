@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lede.buffers.settings import StoreSettings
     from lede.buffers.store import TransitionStore
     from lede.cost_profile import CostProfile
-    from lede.training import TrainConfig
+    from lede.training_config import TrainConfig
 
 SCORED_SHARE = 0.1
 """Share of a window that is scored on where nothing is held out and no validation store is given."""

@@ -16,7 +16,8 @@ from lede.models import EarlyExitModel
 from lede.policies import Policy
 from lede.profiling import measured_profile
 from lede.threshold_training import train_thresholds
-from lede.training import TrainConfig, train
+from lede.training import train
+from lede.training_config import TrainConfig
 
 STORES = ("traces.zarr", "validation.zarr", "rollouts.zarr")
 RUNS = {"wall-clock": "run", "paper": "run-paper", "thresholds": "run-thresholds"}

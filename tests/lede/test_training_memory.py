@@ -26,7 +26,8 @@ from lede.policies import LookupValuePolicy
 from lede.simulation import simulate
 from lede.threshold_training import train_thresholds
 from lede.trace_table import TraceTable
-from lede.training import TrainConfig, train, with_defaults
+from lede.training import TrainConfig, train
+from lede.training_config import with_defaults
 from tests.copied_texts import VOCABULARY, copied_text
 from tests.lede.test_training_sources import COSTS, FINGERPRINT, PROFILE, store
 

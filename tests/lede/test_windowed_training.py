@@ -24,7 +24,8 @@ from lede.policies.learned import LearnedPolicy
 from lede.rewards import EXIT
 from lede.run_folder import RunFolder
 from lede.store_parts import sample_shards
-from lede.training import TrainConfig, fixed_settings, train
+from lede.training import TrainConfig, train
+from lede.training_config import fixed_settings
 from lede.training_data import TrainingData, load_data
 from lede.windows import TransitionWindows
 from tests.lede.test_training_run import SETTINGS, same_state, same_weights
