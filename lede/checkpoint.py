@@ -256,17 +256,22 @@ def _card(policy: Policy) -> str:
         config["features"].pop("forecast", None)  # coefficients are nothing to read
     settings = "\n".join(f"| {key} | `{json.dumps(value)}` |" for key, value in config.items())
     base = f"It belongs to the model {name}" if name is not None else "It runs on any model that its layers fit"
-    seconds = ""
+    beside = ""
     if policy.profile is not None:
         p = policy.profile
-        seconds = f" It was fitted to seconds measured on {p.device} ({p.device_name}) in {p.dtype}, see {PROFILE}."
+        beside = f" It was fitted to seconds measured on {p.device} ({p.device_name}) in {p.dtype}, see {PROFILE}."
+    if policy.memory is not None:
+        beside += (
+            f" It remembers what followed the phrases of {policy.memory.texts.size} texts, in {MEMORY}: publish it as "
+            "you would publish these."
+        )
     return f"""---
 {chr(10).join([*front, *(f"- {tag}" for tag in tags)])}
 ---
 # A {policy.kind} policy for lede
 
 It decides when a language model's layers draft tokens for the model itself, and how many. {base}. The text is the
-plain model's whatever it decides.{seconds}
+plain model's whatever it decides.{beside}
 
 ```python
 import lede

@@ -130,6 +130,7 @@ def test_a_memory_drafts_where_the_text_is_new(tmp_path: Path) -> None:
     # the folder has the memory, wherever the file is by then
     policy.bind(model).save_pretrained(str(tmp_path / "policy"))
     (tmp_path / "m.safetensors").unlink()
+    assert "publish it as you would publish these" in (tmp_path / "policy" / "README.md").read_text()
     again = load_policy(tmp_path / "policy", model)
     assert isinstance(again, LookupPolicy)
     assert again.memory is not None
