@@ -31,22 +31,25 @@ ROOT = Path(__file__).parents[2]
 
 # Collects into argv[2] with two workers, and prints their process ids when both have begun.
 SCRIPT = """
+import signal
 import sys
 from pathlib import Path
 
 from lede.collectors import collect, workers
 from tests.collectors.saved_model import PROMPTS, config_of
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell are started deaf to it
+
 class Crew(workers.ProcessCrew):
-    begun = set()
+    begun, told = set(), False
 
     def events(self):
         for event in super().events():
-            if isinstance(event, workers.Progressed):
-                self.begun.add(event.worker)
-                if self.begun == {0, 1}:
+            if isinstance(event, (workers.Progressed, workers.Committed)):
+                self.begun.add(event.worker if isinstance(event, workers.Progressed) else "committed")
+                if self.begun == {0, 1, "committed"} and not self.told:
                     print(*(self.pid(worker) for worker in (0, 1)), flush=True)
-                    self.begun.add(2)
+                    self.told = True
             yield event
 
 if __name__ == "__main__":
@@ -110,7 +113,8 @@ def test_what_a_worker_refuses_is_said_here(model: Path, tmp_path: Path) -> None
 
 
 def begun(model: Path, out: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A collection in a process group of its own, when both its workers, whose ids these are, collect."""
+    """A collection in a process group of its own, when both its workers, whose ids these are, have begun and one has
+    committed something."""
     script = out.with_suffix(".py")
     script.write_text(SCRIPT)  # what spawns needs a file to import
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
