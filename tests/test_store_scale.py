@@ -65,6 +65,7 @@ def test_every_stage_measures(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_damaged_store_ends_the_stage(folder: Path) -> None:
+    stage(folder, "write")
     victim = sorted((folder / f"{ROWS}.zarr" / "shards").rglob("c.0.0"))[0]
     victim.write_bytes(bytes([victim.read_bytes()[0] ^ 1]) + victim.read_bytes()[1:])
     with pytest.raises(ValueError, match="is damaged"):
