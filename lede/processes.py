@@ -82,7 +82,9 @@ def joined_processes(device: str) -> Iterator[Processes]:
     distributed = import_d3rlpy().distributed
     rank = distributed.init_process_group("gloo" if device == "cpu" else "nccl")
     try:
-        yield Processes(rank, size, device)
+        joined = Processes(rank, size, device)
+        yield joined
+        joined.wait()  # whoever leaves while others still work tears down what they talk through
     finally:
         distributed.destroy_process_group()
 
