@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from lede.buffers.playback import synthesize
 from lede.buffers.settings import StoreSettings
@@ -87,7 +88,9 @@ def test_a_policy_that_never_exits_has_no_acceptance() -> None:
     assert score.reward == pytest.approx(-0.01 * len(PROBLEM.candidates), abs=1e-6)
 
 
-def test_curve_round_trip_and_tensorboard(tmp_path: Path) -> None:
+def test_curve_round_trip_and_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # files of one second are told apart, and read in order, by this counter's digits: a 10th would come before a 9th
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     score = GreedyScore(reward=1.0, acceptance=None, exit_layer=None, exit_rate=0.0, n_tokens=7)
     points = [
         CurvePoint(0, None, 0.1, 0.2, score),
