@@ -186,7 +186,6 @@ class BatchDecoder:
                 else:
                     drafting.append(row)
                 row.draft = Draft(layer, [state])
-            self.meter.enter("inspect")
             if self._observer is not None:
                 reads.update(self._read(asked))
             for row in asked:
@@ -203,7 +202,9 @@ class BatchDecoder:
 
     def _prune(self, row: BatchRow, layer: int, state: torch.Tensor) -> None:
         """Keep of what a row copied what a layer would have drafted too."""
+        section = self.meter.enter("head")
         said = self.model.head(state.to(self.model.device))[0].argmax(-1).tolist()
+        self.meter.enter(section)
         row.head_reads += state.shape[1]
         n_kept = agreeing(row.copied, said)
         tokens = row.copied[:n_kept]
@@ -257,7 +258,9 @@ class BatchDecoder:
     def _heads(self, rows: list[BatchRow], states: list[torch.Tensor]) -> dict[int, HeadRead]:
         if not rows:
             return {}
+        section = self.meter.enter("head")
         logits = self.model.head(torch.cat([state.to(self.model.device) for state in states]))[:, 0]
+        self.meter.enter(section)
         for row in rows:
             row.head_reads += 1
         return {row.number: HeadRead(each) for row, each in zip(rows, logits, strict=True)}

@@ -54,7 +54,7 @@ class BenchConfig:
     compile: bool = False
     """Compile the layers, plain decoding's too; it takes seconds before the first token."""
     pack_weights: bool = False
-    """Pack the weights, for plain decoding too: float32 on the CPU, for as much memory again."""
+    """Pack the weights, for plain decoding too: float32 or bfloat16 on the CPU, for as much memory again."""
     threads: int | None = None
     """Threads of torch on the CPU; as many as it takes by itself unless given."""
     profile_repeats: int = 11

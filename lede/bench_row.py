@@ -13,7 +13,7 @@ from lede.text_overlap import Rouge
 
 Exact = Literal["yes", "ties", "NO", "law"]
 
-SHARES = ("draft", "inspect", "policy", "verify", "search", "other")
+SHARES = ("draft", "head", "inspect", "policy", "verify", "search", "other")
 """What decoding time is split into."""
 
 

@@ -60,7 +60,7 @@ class DeployConfig:
     compile: bool = False
     """Compile the layers, plain decoding's too; it takes seconds before the first token."""
     pack_weights: bool = False
-    """Pack the weights, for plain decoding too: float32 on the CPU, for as much memory again."""
+    """Pack the weights, for plain decoding too: float32 or bfloat16 on the CPU, for as much memory again."""
     json: bool = False
     """Print one JSON object with `results` and `summary`, and nothing else."""
 

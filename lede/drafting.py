@@ -97,7 +97,6 @@ class Drafter(Decider):
                 self.meter.enter("draft")
                 hidden = self.run_layers(hidden, depth, candidate, block)
                 depth = candidate
-                self.meter.enter("inspect")
                 read = None if self.observer is None else self._read(hidden)
                 if self.exits(candidate, read, token_before):
                     draft = Draft(candidate, [hidden])
@@ -154,7 +153,9 @@ class Drafter(Decider):
         """Keep of a copied draft what a layer would have drafted too."""
         hidden = self.run_layers(draft.states[0], 0, layer, block)
         self.meter.head_reads += hidden.shape[1]
+        section = self.meter.enter("head")
         said = self.model.head(hidden)[0].argmax(-1).tolist()
+        self.meter.enter(section)
         n_kept = agreeing(draft.tokens, said)
         if n_kept < len(draft.tokens):
             draft.capped = False
@@ -183,7 +184,10 @@ class Drafter(Decider):
 
     def _read(self, hidden: torch.Tensor) -> HeadRead:
         self.meter.head_reads += 1
-        return HeadRead(self.model.head(hidden)[0, -1])
+        section = self.meter.enter("head")
+        logits = self.model.head(hidden)[0, -1]
+        self.meter.enter(section)
+        return HeadRead(logits)
 
     def _token(self, hidden: torch.Tensor) -> int:
         """The likeliest token below the exit layer: the second head read of a position in the draft."""

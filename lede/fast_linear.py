@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from lede.onednn import onednn_linear, onednn_works
+from lede.onednn import PACKABLE, onednn_linear, onednn_works
 from lede.snapshot import own_forward
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def fast_linear(
     if compiling and weight.is_contiguous():
         width = weight.shape[1]
         flat = rows.reshape(-1, width)
-        packs = packed_number is not None and weight.dtype == torch.float32 and weight.numel() > SMALL
+        packs = packed_number is not None and weight.dtype in PACKABLE and weight.numel() > SMALL
         unrolled = ROWS_UNROLLED_PACKED if packs else ROWS_UNROLLED
         if flat.shape[0] <= unrolled and (flat.shape[0] == 1 or flat.shape[0] * width <= UNROLLED):
             # inductor makes one loop of them all, which reads the weights once, in order; it would compute what comes
@@ -96,15 +96,17 @@ def fast_linear(
             out = torch.stack([(weight * flat[i]).sum(-1) for i in range(flat.shape[0])])
             out = out.reshape(*rows.shape[:-1], weight.shape[0])
             return out if bias is None else out + bias
-    if weight.dtype != torch.float32 or type(weight) not in (torch.Tensor, nn.Parameter) or _autocast():
-        return functional.linear(rows, weight, bias)
     product: torch.Tensor
-    if compiling and packed_number is not None:
+    if weight.dtype not in PACKABLE or type(weight) not in (torch.Tensor, nn.Parameter) or _autocast():
+        product = functional.linear(rows, weight, bias)
+    elif compiling and packed_number is not None:
         product = torch.ops.lede.packed_linear(rows, packed_number, weight, bias)
+    elif not compiling and packed is not None and packed.copy is not None:
+        product = onednn_linear(rows, packed.copy, bias)
+    elif weight.dtype != torch.float32:
+        product = functional.linear(rows, weight, bias)
     elif compiling:
         product = torch.ops.lede.linear(rows, weight, bias)
-    elif packed is not None and packed.copy is not None:
-        product = onednn_linear(rows, packed.copy, bias)
     else:
         product = _product(rows, weight, bias)
     return product

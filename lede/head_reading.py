@@ -1,12 +1,14 @@
 """What a decision needs from one head read, as Python numbers, and no more than that.
 
 It is asked at every candidate and every drafted position, so its time counts against what drafting saves. On the CPU
-numpy goes over one row of logits with less overhead than torch's operators; elsewhere, and for half precision, torch
-computes and everything comes to the host in one transfer. `lede.primitives` has the same numbers for whole tables.
+numpy goes over one row of logits with less overhead than torch's operators, in a single buffer that stays in the
+nearest cache; elsewhere torch computes and everything comes to the host in one transfer. `lede.primitives` has the same
+numbers for whole tables.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,9 @@ from lede.features import FeatureConfig
 from lede.primitives import LOWEST_SHIFTED, log_sum_exp, row_of
 
 Row = npt.NDArray[np.floating]
+
+EVEN = 64.0
+"""Largest logit up to which the entropy needs no shifted logits: it loses no digit that float32 has to spare."""
 
 
 class Reading(NamedTuple):
@@ -48,7 +53,7 @@ class HeadReader:
         self._entropy, self._token = "entropy" in names, "agreement" in names
         self._margin = bool(names & {"margin", "certainty", "chance", "outlook"})
         self._top_k = features.top_k if "confidence" in names else 0
-        self._shifted = self._powers = np.empty(0, dtype=np.float32)
+        self._powers = np.empty(0, dtype=np.float32)
 
     def read(self, logits: torch.Tensor) -> Reading:
         """The reading of raw logits `(vocabulary,)`."""
@@ -61,22 +66,21 @@ class HeadReader:
         return int(logits.argmax() if row is None else row.argmax())
 
     def _by_numpy(self, row: Row) -> Reading:
-        if self._shifted.size != row.size or self._shifted.dtype != row.dtype:
-            self._shifted, self._powers = np.empty_like(row), np.empty_like(row)
-        shifted, powers = self._shifted, self._powers
+        if self._powers.size != row.size or self._powers.dtype != row.dtype:
+            self._powers = np.empty_like(row)
+        powers = self._powers
         best = int(row.argmax())
-        np.subtract(row, row[best], out=shifted)
+        np.subtract(row, row[best], out=powers)
         margin = entropy = confidence = 0.0
         if self._margin and row.size > 1:
-            shifted[best] = -np.inf
-            margin = -float(shifted.max())
-            shifted[best] = 0.0
+            powers[best] = -np.inf
+            margin = -float(np.maximum.reduce(powers))
+            powers[best] = 0.0
         if self._entropy:
-            np.maximum(shifted, LOWEST_SHIFTED, out=shifted)
-        surprisal, total = log_sum_exp(shifted, powers if self._entropy else shifted)
+            np.maximum(powers, LOWEST_SHIFTED, out=powers)
+        surprisal, total = log_sum_exp(powers, powers)
         if self._entropy:
-            np.multiply(powers, shifted, out=powers)
-            entropy = surprisal - float(np.add.reduce(powers)) / total
+            entropy = surprisal + self._spread(row, float(row[best]), total)
         if self._top_k > 1:
             k = min(self._top_k, row.size)
             top = np.partition(row, row.size - k)[row.size - k :]
@@ -84,6 +88,17 @@ class HeadReader:
         elif self._top_k:
             confidence = surprisal
         return Reading(surprisal, margin, entropy, confidence, best)
+
+    def _spread(self, row: Row, top: float, total: float) -> float:
+        """Mean distance of the logits from the largest, by their probabilities; the buffer holds the powers."""
+        powers = self._powers
+        if abs(top) <= EVEN:
+            np.multiply(powers, row, out=powers)
+            spread = top - float(np.add.reduce(powers)) / total
+            if math.isfinite(spread):  # a banned token has no finite logit
+                return spread
+        shifted = np.maximum(row - row.dtype.type(top), LOWEST_SHIFTED)
+        return -float(np.add.reduce(np.exp(shifted) * shifted)) / total
 
     def _by_torch(self, logits: torch.Tensor) -> Reading:
         wide = logits if logits.dtype == torch.float64 else logits.float()

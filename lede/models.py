@@ -240,7 +240,7 @@ class EarlyExitModel:
         return compile_layers(self)
 
     def pack_weights(self) -> bool:
-        """Pack the weights for products of few rows: float32 on the CPU, for as much memory as they take.
+        """Pack the weights for products of few rows: float32 or bfloat16 on the CPU, for as much memory again.
 
         Where it can't be done the model runs as before, and a warning says why. Weights that somebody changes later
         are packed anew at the start of the next text.

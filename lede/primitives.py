@@ -101,10 +101,11 @@ def surprisal(logits: torch.Tensor) -> float:
 
 
 def row_of(logits: torch.Tensor) -> npt.NDArray[np.floating] | None:
-    """Logits `(vocabulary,)` as numpy sees them, without a copy; None where it can't or is too coarse."""
-    if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
-        return logits.detach().numpy()
-    return None
+    """Logits `(vocabulary,)` as numpy sees them, at least float32; None where they are not on the CPU."""
+    if not logits.is_cpu:
+        return None
+    wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    return wide.detach().numpy() if wide.requires_grad else wide.numpy()
 
 
 def log_sum_exp(shifted: npt.NDArray[np.floating], powers: npt.NDArray[np.floating]) -> tuple[float, float]:

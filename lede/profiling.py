@@ -28,7 +28,7 @@ class ProfileConfig:
     compile: bool = False
     """Compile the layers, plain decoding's too; it takes seconds before the first token."""
     pack_weights: bool = False
-    """Pack the weights, for plain decoding too: float32 on the CPU, for as much memory again."""
+    """Pack the weights, for plain decoding too: float32 or bfloat16 on the CPU, for as much memory again."""
     contexts: str = "128,512,2048"
     """Context lengths in tokens; those that the model has no positions for are left out."""
     candidates: str | None = None

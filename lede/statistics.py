@@ -10,7 +10,7 @@ from typing import Any, Literal
 Source = Literal["exit", "gaps", "lookup"]
 """Where a draft comes from: layers up to an exit, a stack with gaps, or the text itself."""
 
-SECTIONS = ("prefill", "draft", "inspect", "policy", "verify", "other", "search")
+SECTIONS = ("prefill", "draft", "head", "inspect", "policy", "verify", "other", "search")
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Seconds:
     prefill: float
     """The prompt through all layers, and the first token."""
     draft: float
-    """Layers, head reads and draws of drafted tokens, and the layers of a scan."""
+    """Layers of drafts and scans, and draws of drafted tokens."""
     inspect: float
-    """Head reads of a scan, and features."""
+    """Features."""
     policy: float
     """Decisions."""
     verify: float
@@ -58,11 +58,13 @@ class Seconds:
     """Bookkeeping and streaming."""
     search: float = 0.0
     """What a policy that learns while decoding asks between rounds, and what it is told of shadow tokens."""
+    head: float = 0.0
+    """Head reads of drafts and scans."""
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.prefill + self.draft + self.inspect + self.policy + self.verify + self.other + self.search
+        return float(sum(asdict(self).values()))
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,12 @@ class Meter:
     _section: str = "other"
     _since: float = field(default_factory=time.perf_counter)
 
-    def enter(self, section: str) -> None:
-        """Book the time since the last call and start the next section."""
-        now = time.perf_counter()
-        self._spent[self._section] += now - self._since
+    def enter(self, section: str) -> str:
+        """Book the time since the last call and start the next section; returns the one that ends."""
+        now, ended = time.perf_counter(), self._section
+        self._spent[ended] += now - self._since
         self._section, self._since = section, now
+        return ended
 
     def stats(self) -> DecodingStats:
         """The record so far."""

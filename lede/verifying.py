@@ -49,7 +49,7 @@ class VerifyConfig:
     compile: bool = False
     """Compile the layers; transformers' text, which is compared with, comes from the model as it is."""
     pack_weights: bool = False
-    """Pack the weights for lede's engine: float32 on the CPU, for as much memory again."""
+    """Pack the weights for lede's engine: float32 or bfloat16 on the CPU, for as much memory again."""
     chat: Chat = "auto"
     """Whether prompts go through the chat template; `auto` is on for prompts from `turns`."""
     temperature: float = 0.0

@@ -308,13 +308,14 @@ def test_sampled_texts_are_equal_in_law() -> None:
 
 
 def test_time_shares_are_of_the_time_after_the_prefill() -> None:
-    sections = {"prefill": 9.0, "draft": 1.0, "inspect": 0.5, "policy": 0.25, "verify": 2.0, "other": 0.25, "search": 1}
+    sections = {"prefill": 9.0, "draft": 0.75, "head": 0.25, "inspect": 0.5, "policy": 0.25, "verify": 2.0}
+    sections |= {"other": 0.25, "search": 1.0}
     runs = [run("drafting", i, 5.0, rounds=rounds(3), sections=sections) for i in range(2)]
     runs.append(replace(runs[0], repeat=1))
     found = row("drafting", runs, DRAFTING)
     assert found.time_shares is not None
     assert found.time_shares == pytest.approx(
-        {"draft": 0.2, "inspect": 0.1, "policy": 0.05, "verify": 0.4, "search": 0.2, "other": 0.05}
+        {"draft": 0.15, "head": 0.05, "inspect": 0.1, "policy": 0.05, "verify": 0.4, "search": 0.2, "other": 0.05}
     )
     assert found.search_seconds == 2.0
 

@@ -20,6 +20,9 @@ from tests.exactness import is_exact
 from tests.tiny_models import plain_generate, prompt, tiny_hf_model
 
 POLICY = "static:exit_layer=2;draft_length=3"
+NEEDS_BFLOAT16 = pytest.mark.skipif(
+    not onednn.packing_works(torch.bfloat16), reason="the processor has no products of bfloat16"
+)
 CHANGES = ["replaced", "in place", "through data", "other data", "loaded"]
 
 
@@ -56,31 +59,35 @@ def change(linear: nn.Module, how: str) -> None:
 
 @pytest.mark.parametrize("n_rows", [1, 2, 3, 4, 5, 9, 17, 40])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_products_are_products(n_rows: int, transposed: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_BFLOAT16)], ids=str)
+def test_products_are_products(n_rows: int, transposed: bool, dtype: torch.dtype) -> None:
     linear: Any = Conv1D(70, 33) if transposed else nn.Linear(33, 70)
     nn.init.normal_(linear.bias)
+    linear.to(dtype)
     twin, packed = packed_linear(linear)
     assert packed.n_packed == 1
-    assert packed.n_bytes == 4 * 33 * 70
-    rows = torch.randn(2, n_rows, 33, generator=torch.Generator().manual_seed(0))[:1]
+    assert packed.n_bytes == dtype.itemsize * 33 * 70
+    rows = torch.randn(2, n_rows, 33, generator=torch.Generator().manual_seed(0)).to(dtype)[:1]
     with torch.inference_mode():
         found, wanted = twin(rows), linear(rows)
         plain = accelerated(linear)(rows)
     for each in (found, plain):
         assert each.shape == wanted.shape
         assert each.is_contiguous()
-        assert torch.allclose(each, wanted, atol=1e-4)
+        assert torch.allclose(each, wanted, atol=1e-4 if dtype == torch.float32 else 0.03)
     assert twin(rows).requires_grad, "gradients go through torch's own product"
 
 
-def test_the_packed_copy_is_what_is_multiplied_by() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_BFLOAT16)], ids=str)
+def test_the_packed_copy_is_what_is_multiplied_by(dtype: torch.dtype) -> None:
     """Or every other test here would pass without packing."""
-    twin, packed = packed_linear(nn.Linear(32, 32, bias=False))
+    twin, packed = packed_linear(nn.Linear(32, 32, bias=False, dtype=dtype))
+    rows = torch.ones(1, 32, dtype=dtype)
     with torch.no_grad():
         twin.weight.data.fill_(2)
-        before = twin(torch.ones(1, 32))
+        before = twin(rows)
         assert packed.renew() == 1
-        assert not torch.allclose(before, twin(torch.ones(1, 32)))
+        assert not torch.allclose(before, twin(rows))
 
 
 @pytest.mark.parametrize("how", CHANGES)
@@ -96,7 +103,19 @@ def test_changed_weights_are_packed_anew(how: str, transposed: bool) -> None:
         assert torch.allclose(twin(torch.ones(3, 64)), torch.full((3, 64), 128.0) + linear.bias)
 
 
-def test_weights_that_are_not_float32_any_more_are_computed_as_they_are() -> None:
+@NEEDS_BFLOAT16
+def test_weights_that_are_bfloat16_now_are_packed_as_such() -> None:
+    linear = nn.Linear(64, 6)
+    twin, packed = packed_linear(linear)
+    linear.bfloat16()
+    assert packed.renew() == 1
+    assert (packed.n_packed, packed.n_bytes) == (1, 2 * 64 * 6)
+    with torch.no_grad():
+        rows = torch.ones(3, 64, dtype=torch.bfloat16)
+        assert torch.allclose(twin(rows), linear(rows), atol=0.03)
+
+
+def test_weights_that_can_t_be_packed_any_more_are_computed_as_they_are() -> None:
     linear = nn.Linear(8, 6)
     twin, packed = packed_linear(linear)
     rows = torch.ones(3, 8)
@@ -173,11 +192,32 @@ def test_a_model_whose_modules_change_is_packed_again() -> None:
     assert model.packed.n_packed == before.n_packed - 1, "a hooked layer stays as it is"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reason"), [(torch.float64, "they are float64"), (torch.bfloat16, "they are bfloat16")]
-)
-def test_other_dtypes_are_not_packed(dtype: torch.dtype, reason: str) -> None:
+@NEEDS_BFLOAT16
+def test_texts_in_bfloat16_are_the_plain_model_s_up_to_its_rounding() -> None:
+    hf_model = tiny_hf_model("llama", torch.bfloat16)
+    model = load_model((hf_model, None), pack_weights=True)
+    assert model.packed is not None
+    assert model.packed.n_bytes > 0
+    ids = prompt(0, 9)
+    out = generate(model, input_ids=ids, policy=parse_policy(POLICY), max_new_tokens=16)
+    new = out.sequences[0, 9:].tolist()
+    with torch.no_grad():
+        said = hf_model(torch.tensor([[*ids, *new]])).logits[0, 8:-1].float()
+    behind = said.max(-1).values - said[torch.arange(16), new]
+    assert (behind <= 2 * said.abs().max() * torch.finfo(torch.bfloat16).eps).all(), "a tie within rounding at most"
+
+
+def test_other_dtypes_are_not_packed() -> None:
+    reason = "they are float64, and packing is for float32 and bfloat16"
     with pytest.warns(UserWarning, match=f"could not be packed and are read as they are: {reason}"):
+        model = load_model((tiny_hf_model("llama", torch.float64), None), pack_weights=True)
+    assert model.packed is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_the_processor_can_t_is_said(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "packing_works", lambda _: False)
+    with pytest.warns(UserWarning, match=f"multiplies by packed {str(dtype).removeprefix('torch.')} weights"):
         model = load_model((tiny_hf_model("llama", dtype), None), pack_weights=True)
     assert model.packed is None
 
@@ -193,7 +233,7 @@ def test_without_the_operators_nothing_is_packed(monkeypatch: pytest.MonkeyPatch
     model = packed_model()
     monkeypatch.setattr(onednn, "_REORDER", None)
     onednn.packing_works.cache_clear()
-    with pytest.warns(UserWarning, match="no oneDNN that multiplies by packed weights"):
+    with pytest.warns(UserWarning, match="no oneDNN that multiplies by packed float32 weights"):
         assert not model.pack_weights()
     monkeypatch.undo()
     onednn.packing_works.cache_clear()
