@@ -286,4 +286,4 @@ def _goal(plan: Plan, copied: list[int], candidates: tuple[int, ...]) -> int:
         return (plan.prune_at or 0) if copied else 0
     if plan is PreScan.SKIP:
         return 0
-    return plan.exit_layer if isinstance(plan, ExitAt) else candidates[-1]
+    return plan.exit_layer if isinstance(plan, ExitAt) else max(candidates, default=0)

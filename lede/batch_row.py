@@ -111,6 +111,7 @@ class BatchRow:
         _, first = self.chooser.verify(logits[None], (), (), self.ids)
         assert first is not None
         if policy is not None:
+            policy = policy.for_text()
             anchored, lookup = policy.uses_trace, policy.lookup
             self._history = History(
                 ConfidenceTrace(surprisal(logits), policy.trace_window) if anchored else None,

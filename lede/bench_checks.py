@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from lede.policies import parse_policy
 from lede.policy_cost import stores_of
 from lede.presets import learned_folders
 from lede.rivals import is_rival
@@ -67,10 +70,14 @@ def check_prompts(config: BenchConfig, suites: Sequence[Suite], texts: Sequence[
             except ValueError as error:
                 raise ValueError(f"suite {suite.name}, moved to all suites: {error}") from None
     for text in texts:
-        if not is_tuned(text) and not is_rival(text) and Path(text).is_dir():
+        if is_tuned(text) or is_rival(text):
+            continue
+        if Path(text).is_dir():
             _warn_of_seen(text, suites)
+        _warn_of_remembered(text, suites)
 
 
+_NOTHING = np.zeros(0, dtype=np.int64)
 _REMEDY = "give it settings, or prompts"
 
 
@@ -89,6 +96,21 @@ def _warn_of_seen(folder: str, suites: Sequence[Suite]) -> None:
             warnings.warn(
                 f"{shared} of the {len(suite.test)} test prompts of {suite.name} are among those that {folder} was "
                 "trained or validated on: its rows there tell nothing about new prompts",
+                stacklevel=4,
+            )
+
+
+def _warn_of_remembered(text: str, suites: Sequence[Suite]) -> None:
+    """Warn where a policy's memory of phrases holds test prompts, whose answers it would draft by heart."""
+    policy = parse_policy(text)
+    if policy is None or policy.memory is None:
+        return
+    for suite in suites:
+        known = policy.memory.known((np.asarray(item.ids), _NOTHING) for item in suite.test)
+        if known:
+            warnings.warn(
+                f"the memory of {text} holds {known} of the {len(suite.test)} test prompts of {suite.name}, and what "
+                "was written there: its rows tell nothing about new prompts",
                 stacklevel=4,
             )
 

@@ -8,7 +8,6 @@ numbers for whole tables.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -95,7 +94,7 @@ class HeadReader:
         if abs(top) <= EVEN:
             np.multiply(powers, row, out=powers)
             spread = top - float(np.add.reduce(powers)) / total
-            if math.isfinite(spread):  # a banned token has no finite logit
+            if 0.0 <= spread <= -LOWEST_SHIFTED:  # a banned token's logit breaks it
                 return spread
         shifted = np.maximum(row - row.dtype.type(top), LOWEST_SHIFTED)
         return -float(np.add.reduce(np.exp(shifted) * shifted)) / total

@@ -121,8 +121,8 @@ class EarlyExitModel:
             ValueError: The model can't be decoded as it is now.
         """
         if self._snapshot.fits(self.hf_model):
-            if self.packed is not None:
-                self.packed.renew()
+            if self.packed is not None and self.packed.renew():
+                self.revision += 1
             return
         if self.compiled is not None:
             warnings.warn(

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from lede.phrases import MAX_SUFFIX, PhraseMemory
 from lede.seeding import Purpose, numpy_stream
 from lede.trace_table import TraceTable
@@ -49,6 +52,29 @@ def remember(
     ]
     table.unseen[whole.digest] = [others[fold] for fold in fold_of]
     return whole
+
+
+def show(table: TraceTable, remembered: TraceTable, memory: PhraseMemory) -> int:
+    """Keep the texts of another table from finding themselves in a memory, as far as it was made of them.
+
+    Args:
+        table: Traces with their texts; those of prompts that the memory knows are shown what these were shown.
+        remembered: What `remember` made the memory of.
+        memory: It.
+
+    Returns:
+        How many of the table's prompts there are.
+    """
+    shown = dict(zip(map(_bytes, remembered.prompt_ids), remembered.unseen[memory.digest], strict=True))
+    mine = [shown.get(_bytes(prompt)) for prompt in table.prompt_ids]
+    n_known = sum(each is not None for each in mine)
+    if n_known:
+        table.unseen[memory.digest] = [memory if each is None else each for each in mine]
+    return n_known
+
+
+def _bytes(prompt: npt.NDArray[np.int64]) -> bytes:
+    return prompt.tobytes()
 
 
 def deal(table: TraceTable, seed: int, folds: int = FOLDS) -> Sequence[int]:

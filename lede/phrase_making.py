@@ -83,7 +83,8 @@ def make_phrases(config: PhrasesConfig, model: EarlyExitModel | None = None) -> 
     known = {digest for digest in hashes.values() if digest is not None}
     if len(known) > 1:
         raise ValueError(f"{', '.join(hashes)} have different tokenizers; their tokens can't be in one memory")
-    memory = PhraseMemory.from_texts(texts, config.max_suffix, next(iter(known), None))
+    whose = next(iter(known)) if known and None not in hashes.values() else None  # or nothing is known for sure
+    memory = PhraseMemory.from_texts(texts, config.max_suffix, whose)
     if not len(memory):
         raise ValueError("the texts hold nothing to remember: give some of at least two tokens")
     memory.save(config.out)

@@ -125,10 +125,16 @@ def sweep(
     if config.profile is not None:
         CostProfile.load(config.profile)
     # complain before the first run
+    if any(each.algo == "thresholds" for each in configs):
+        raise ValueError(
+            "a sweep trains networks, and --algo thresholds searches for thresholds without one: leave it out of the "
+            "sweep, or give it alone without --sweep and --seeds"
+        )
     settled = [each.settled(buffer.kind) for each in configs]
     for run, each in zip(runs, settled, strict=True):
         run.result = _earlier(RunFolder(each.out), each)
-    _record(out, runs, _digest(buffer, validation, config.profile))
+    files = [each for each in (config.profile, config.memory) if each not in (None, "train", "none")]
+    _record(out, runs, _digest(buffer, validation, files))
 
     importlib.import_module("lede.training_run")  # takes seconds, which aren't the first run's
     console = Console(quiet=not progress, highlight=False)
@@ -249,9 +255,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _digest(
-    buffer: TransitionStore | TraceStore, validation: TransitionStore | TraceStore | None, profile: str | None
+    buffer: TransitionStore | TraceStore, validation: TransitionStore | TraceStore | None, files: Sequence[str]
 ) -> str:
-    """SHA-256 over all that is learned from, scored on and priced by."""
+    """SHA-256 over all that is learned from, scored on, priced and remembered by."""
     digest = hashlib.sha256()
     for store in (buffer, validation):
         digest.update(repr(None if store is None else store.settings).encode())
@@ -259,8 +265,8 @@ def _digest(
             for name, value in vars(record).items():
                 whole = np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
                 digest.update(name.encode() + whole)
-    if profile is not None:
-        digest.update(Path(profile).read_bytes())
+    for file in files:
+        digest.update(Path(file).read_bytes())
     return digest.hexdigest()
 
 

@@ -44,7 +44,7 @@ class Usage:
     """What a policy does on the validation prompts."""
 
     draft_length: float
-    """Mean tokens drafted in the rounds that drafted; 0 when none did."""
+    """Mean tokens drafted in the rounds that drafted at a layer; 0 when none did."""
     exit_layer: int
     """The layer that most rounds drafted at, the shallowest of equals; 0 when none did."""
     evaluations: int
@@ -164,10 +164,10 @@ class Tuner:
                 (done,) = self._measure([ready], prompt, 0)
                 if done.error is not None:
                     failures.append(done.error)
-                drafting += [r for r in done.rounds if r.drafted]
+                drafting += [r for r in done.rounds if r.exit_layer is not None and r.drafted]  # a copy has no layer
             if len(failures) == len(self.validation):
                 raise ValueError(f"'{text}' failed on every validation prompt, the first with {failures[0]}")
-            layers = Counter(r.exit_layer or 0 for r in drafting)
+            layers = Counter(r.exit_layer for r in drafting if r.exit_layer is not None)
             record.fit = {
                 "draft_length": sum(r.drafted for r in drafting) / len(drafting) if drafting else 0.0,
                 "exit_layer": min(layers, key=lambda layer: (-layers[layer], layer), default=0),

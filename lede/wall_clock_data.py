@@ -24,7 +24,7 @@ from lede.features import FeatureConfig
 from lede.learning_curve import GreedyScore
 from lede.lookup_behaviour import record_choices
 from lede.lookup_table import LookupTable, lookups_of
-from lede.phrase_folds import remember
+from lede.phrase_folds import remember, show
 from lede.phrases import PhraseMemory
 from lede.policies.base import BLIND, Lookup
 from lede.policies.learned import LearnedPolicy
@@ -216,7 +216,9 @@ class WallClockData:
         if how in (None, "none"):
             return None
         if how == "train":
-            return remember(self.training, tokenizer, self.config.seed)
+            memory = remember(self.training, tokenizer, self.config.seed)
+            show(self.validation, self.training, memory)
+            return memory
         memory = PhraseMemory.load(str(how))
         memory.check_tokenizer(tokenizer, settings.vocab_size, f"model '{settings.model}'")
         for table, name in ((self.training, "training"), (self.validation, "validation")):

@@ -18,6 +18,7 @@ from lede.observation_parts import before_round, of_copies, of_layers
 from lede.plan_values import fit_values
 from lede.policies.base import Lookup
 from lede.policies.source_value import SOURCE_FEATURES, SourceValuePolicy
+from lede.policies.survival import SURVIVAL_FEATURES, SurvivalPolicy
 
 
 def made_up(layers: Sequence[int], seed: int = 0) -> Forecast:
@@ -30,6 +31,18 @@ def made_up(layers: Sequence[int], seed: int = 0) -> Forecast:
 def every_feature(layers: Sequence[int], **settings: Any) -> FeatureConfig:
     """An observation of all features there are, at these layers."""
     return FeatureConfig(tuple(FEATURES), forecast=made_up(layers), **settings)
+
+
+def made_up_survival(seed: int, candidates: Sequence[int], max_draft: int = 12) -> SurvivalPolicy:
+    """A policy that knows nothing, whose drafts end where its product of made-up forecasts does."""
+    rng, features = np.random.default_rng(seed), FeatureConfig(SURVIVAL_FEATURES)
+    n_inputs = acceptance_inputs(np.zeros((1, len(features.names)), dtype=np.float32), features).shape[1]
+    model = AcceptanceModel(
+        features, rng.normal(scale=0.3, size=(2, len(candidates), n_inputs)), rng.normal(size=len(candidates))
+    )
+    return SurvivalPolicy.from_model(
+        model, candidates=tuple(candidates), max_draft=max_draft, thresholds=(0.45,), survival=0.02
+    )
 
 
 def made_up_sources(

@@ -1,22 +1,34 @@
-"""The README is run: its commands through `lede`'s own main, its Python in one namespace, top to bottom."""
+"""The README is run: its commands through `lede`'s own main, its Python in one namespace, top to bottom.
+
+What can't be run here (commands that need a model of the reader's, those of docs/) is parsed. Tables of options, links
+and the glossary, in README and docs/, are compared with what is there.
+"""
 
 from __future__ import annotations
 
 import importlib
 import re
 import shlex
+from collections import Counter
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lede.cli import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+WORDS = ROOT / "docs" / "words.md"
 FLAGS = re.compile(
     r"^\| `lede (?P<command>[\w ]+)` \| default \|[^\n]*\n\|[-|]+\|\n(?P<rows>(?:\|[^\n]*\n)+)", re.MULTILINE
 )
 DEFAULT_ROW = re.compile(r"^\| `--(?P<flag>[\w-]+)` \| (?P<default>[^|]*) \|", re.MULTILINE)
+LINK = re.compile(r"\]\((?P<target>[^)#\s]*)(?:#(?P<anchor>[^)\s]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+NAMED = re.compile(r"`((?:docs|benchmarks|lede|tests)/[\w/]+\.(?:md|py|sh|jsonl))`")
 FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("bash", "console")
 SET_UP = ("pip", "pytest", "git", "cd")  # what brought the reader, or this test, here
@@ -33,8 +45,8 @@ class Block:
     text: str
 
 
-def blocks() -> list[Block]:
-    text = README.read_text()
+def blocks(path: Path = README) -> list[Block]:
+    text = path.read_text()
     return [
         Block(found["language"], text.count("\n", 0, found.start("text")) + 1, found["text"])
         for found in FENCE.finditer(text)
@@ -88,27 +100,76 @@ def as_written(value: object) -> str:
     return {None: "none", True: "on", False: "off"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def flags(command: str) -> dict[str, str]:
-    """The flags of a command and their defaults, as the README has them."""
-    (table,) = (found for found in FLAGS.finditer(README.read_text()) if found["command"] == command)
-    return {found["flag"]: found["default"] for found in DEFAULT_ROW.finditer(table["rows"])}
+def option_tables() -> list[tuple[str, list[tuple[str, str]]]]:
+    """The tables of options of README and docs/: the command, and each flag with its default as it stands there."""
+    return [
+        (table["command"], [(row["flag"], row["default"]) for row in DEFAULT_ROW.finditer(table["rows"])])
+        for path in (README, *DOCS)
+        for table in FLAGS.finditer(path.read_text())
+    ]
 
 
-@pytest.mark.parametrize("command", [found["command"] for found in FLAGS.finditer(README.read_text())])
-def test_flags_and_defaults_are_the_real_ones(command: str) -> None:
-    from lede.cli import COMMANDS
-    from lede.training import TrainConfig
-
-    config: Any = getattr(importlib.import_module(COMMANDS[command].module), COMMANDS[command].config)
-    given = fields(TrainConfig if command == "train" else config)  # that of a sweep has more
-    real = {field.name.replace("_", "-"): as_written(field.default) for field in given}
-    if command == "train":
-        real = {name: default for name, default in real.items() if default != "-"}
-    assert flags(command) == real
+def settings_of(command: str) -> Any:
+    """The dataclass of a command's settings."""
+    return getattr(importlib.import_module(COMMANDS[command].module), COMMANDS[command].config)
 
 
-def test_the_tables_of_flags_are_found() -> None:
-    assert {found["command"] for found in FLAGS.finditer(README.read_text())} >= {"train", "verify", "export"}
+def test_every_command_has_one_table_of_options() -> None:
+    assert Counter(command for command, _ in option_tables()) == Counter(list(COMMANDS))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_and_defaults_are_the_real_ones(command: str) -> None:
+    written = [row for name, rows in option_tables() if name == command for row in rows]
+    real = [(field.name.replace("_", "-"), as_written(field.default)) for field in fields(settings_of(command))]
+    assert sorted(written) == sorted(real)
+
+
+def test_the_readme_names_every_page_of_docs() -> None:
+    text = README.read_text()
+    assert [path.name for path in DOCS if str(path.relative_to(ROOT)) not in text] == []
+
+
+def anchors(path: Path) -> set[str]:
+    """What a link may name behind `#`: headings in lower case, without signs, with dashes for blanks."""
+    headings = HEADING.findall(FENCE.sub("", path.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [README, ROOT / "CONTRIBUTING.md", *DOCS], ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = FENCE.sub("", path.read_text())
+    broken = [name for name in NAMED.findall(text) if not (ROOT / name).exists()]
+    for link in LINK.finditer(text):
+        target = (path.parent / link["target"]).resolve() if link["target"] else path
+        if "://" in link["target"]:
+            continue
+        if not target.exists() or (link["anchor"] and link["anchor"] not in anchors(target)):
+            broken.append(link[0])
+    assert broken == []
+
+
+def test_the_glossary_is_alphabetical_and_has_no_word_twice() -> None:
+    _, _, table = WORDS.read_text().partition("|---|---|\n")
+    words = [line.split("|")[1].strip().split(",")[0].casefold() for line in table.splitlines()]
+    assert len(words) > 40
+    assert words == sorted(set(words))
+
+
+@pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+def test_commands_that_are_only_shown_parse(path: Path) -> None:
+    import tyro
+
+    for block in blocks(path):
+        if path != README or block.language == "text":
+            shown = block.text.replace("\\\n", " ").splitlines()
+            lines = "\n".join(line for line in shown if line.startswith("lede "))
+            for words in commands(Block("bash", block.line, lines)):
+                if "..." in words:  # abridged
+                    continue
+                name = next((name for name in (" ".join(words[1:3]), words[1]) if name in COMMANDS), None)
+                assert name is not None, f"{path.name}:{block.line}: {shlex.join(words)}"
+                tyro.cli(settings_of(name), args=words[1 + len(name.split()) :])
 
 
 def test_every_block_says_what_it_is() -> None:

@@ -6,6 +6,7 @@ exit (a fixed layer). What the paper fixes them to is not published; `lede.prese
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -109,6 +110,12 @@ class AblatedPolicy(Policy):
 
         check_fingerprint(self.base, model)
         return super().bind(model)
+
+    def for_text(self) -> Self:
+        """One with a base of its own."""
+        other = copy(self)
+        other.base = self.base.for_text()
+        return other
 
     def reset(self) -> None:
         """Forget what the base remembers."""

@@ -14,6 +14,7 @@ import enum
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -270,10 +271,7 @@ class Policy(ABC):
 
     @property
     def shadow_layers(self) -> tuple[int, ...]:
-        """Layers of 1..L-1 that are read at every verified position, for `RoundReport.shadow`; asked once a text.
-
-        Each costs a head read a position, booked as "search".
-        """
+        """Layers of 1..L-1 read at every verified position, a head read each, for `RoundReport.shadow`; once a text."""
         return ()
 
     @property
@@ -311,8 +309,6 @@ class Policy(ABC):
 
     def bind(self, model: EarlyExitModel) -> Self:
         """A copy of this policy that belongs to the model: its candidates made explicit, its fingerprint recorded."""
-        from copy import deepcopy
-
         from lede.checkpoint import fingerprint
 
         self.check_model(model)
@@ -320,6 +316,10 @@ class Policy(ABC):
         other.config = replace(self.config, candidates=self.candidates_for(model.n_layers))
         other.fingerprint = fingerprint(model)
         return other
+
+    def for_text(self) -> Self:
+        """Who decides about one more text of a batch: another where something is kept from question to question."""
+        return self
 
     def reset(self) -> None:  # noqa: B027  nothing to forget is the common case
         """Forget everything learned or drawn while decoding. Most policies keep nothing."""

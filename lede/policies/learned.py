@@ -11,6 +11,7 @@ import numpy.typing as npt
 from lede.features import FeatureConfig, parse_candidates
 from lede.lookup import LookupConfig
 from lede.policies.base import BLIND, ExitAt, LayerState, Lookup, Policy, PolicyConfig, PreScan, PreScanState
+from lede.policies.plan_numbers import numbered_plans
 from lede.q_network import Array, Layers, QNetwork, fold_normalisation
 from lede.rewards import CONTINUE, EXIT
 
@@ -65,6 +66,7 @@ class LearnedPolicy(Policy):
     config: LearnedConfig
 
     _network: QNetwork | None = None
+    _plans: tuple[PreScan | ExitAt | Lookup, ...] = ()
 
     @classmethod
     def from_network(
@@ -147,14 +149,7 @@ class LearnedPolicy(Policy):
         """The plan with the largest value; to scan where the network has no values for plans."""
         if not self.decides_pre_scan:
             return PreScan.SCAN
-        action = self.network.best(state.observation)
-        if action < BLIND:
-            return PreScan.SCAN if action == EXIT else PreScan.SKIP
-        assert self.config.candidates is not None  # or the network would have been refused
-        n_plans = BLIND + len(self.config.candidates)
-        if action >= n_plans:
-            return self.config.lookups[action - n_plans]
-        return ExitAt(self.config.candidates[action - BLIND])
+        return self._plans[self.network.best(state.observation)]
 
     def scan(self, state: LayerState) -> bool:
         """Exit when that is worth more than going on."""
@@ -248,6 +243,7 @@ class LearnedPolicy(Policy):
             if not candidates:
                 network = _without_scan(network)
         self._network = network
+        self._plans = numbered_plans(candidates or (), self.config.lookups)
 
 
 def _without_scan(network: QNetwork) -> QNetwork:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
+from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from lede.acceptance import DRAFTING, SCANNING, AcceptanceModel, log_sigmoid
+from lede.acceptance import AcceptanceModel
 from lede.copy_forecast import COPY_FEATURES, CopyForecast
-from lede.features import FeatureConfig, parse_candidates
+from lede.features import FeatureConfig
 from lede.forecast import FORECAST_INPUTS
 from lede.lookup import LookupConfig
 from lede.observation_parts import before_round, of_copies, of_layers
 from lede.plan_values import PlanValues
-from lede.policies.base import BLIND, ExitAt, LayerState, Lookup, Policy, PolicyConfig, PreScan, PreScanState
-from lede.rewards import EXIT
+from lede.policies.base import ExitAt, LayerState, Lookup, Policy, PolicyConfig, PreScan, PreScanState
+from lede.policies.draft_survival import DraftSurvival, check_thresholds
+from lede.policies.plan_numbers import numbered_plans
 
 if TYPE_CHECKING:
     from lede.models import EarlyExitModel
@@ -62,11 +63,17 @@ class SourceValueConfig(PolicyConfig):
         super().__post_init__()
         if not self.lookups or len(set(self.lookups)) != len(self.lookups):
             raise ValueError(f"lookups must be distinct, and at least one, got {list(self.lookups)}")
-        if not self.thresholds or min(*self.thresholds, self.survival) < 0:
-            raise ValueError(
-                f"thresholds and survival must not be negative, and there is at least one threshold; got "
-                f"{list(self.thresholds)} and {self.survival}"
-            )
+        check_thresholds(self.thresholds, self.survival)
+
+
+class _Models(NamedTuple):
+    """What was fitted, and where observations hold what it looks at."""
+
+    survival: DraftSurvival
+    values: PlanValues
+    layer_places: list[int]
+    pre_scan_places: list[int]
+    plans: tuple[PreScan | ExitAt | Lookup, ...]
 
 
 class SourceValuePolicy(Policy):
@@ -77,19 +84,14 @@ class SourceValuePolicy(Policy):
     does. All of it is fitted on traces (`lede.reference_sources`). Made by `from_models` or loaded from a folder;
     without its models it refuses to run.
 
-    It remembers the draft of the round that it decides in, so it decodes one text at a time.
+    It remembers the draft of the round that it decides in, so each text of a batch gets one of its own (`for_text`).
     """
 
     kind: ClassVar[str] = "source-value"
     config_class: ClassVar[type[PolicyConfig]] = SourceValueConfig
     config: SourceValueConfig
 
-    _acceptance: AcceptanceModel | None = None
-    _values: PlanValues | None = None
-    _so_far = 0.0  # logarithm of the survival
-    _least = 0.0  # its limit
-    _layer_places: list[int]
-    _pre_scan_places: list[int]
+    _held: _Models | None = None
 
     @classmethod
     def from_models(
@@ -143,43 +145,45 @@ class SourceValuePolicy(Policy):
         Raises:
             ValueError: The policy was made without them.
         """
-        if self._acceptance is None:
-            raise ValueError("this source-value policy has no models; load it from its folder or use from_models")
-        return self._acceptance
+        return self._models.survival.model
 
     @property
     def copies(self) -> CopyForecast:
         """The forecast of copied tokens."""
-        _ = self.acceptance
-        assert self._values is not None  # taken together with the forecasts of acceptance
-        return self._values.copies
+        return self._models.values.copies
 
     @property
     def limits(self) -> npt.NDArray[np.float64]:
         """Least probability to exit with at each candidate, `(candidate,)`."""
-        return np.broadcast_to(np.asarray(self.config.thresholds, dtype=np.float64), self.acceptance.blind.shape)
+        return self._models.survival.limits
 
     @property
     def layer_places(self) -> list[int]:
         """Places in the observation of what the forecasts of acceptance look at."""
-        return self._layer_places
+        return self._models.layer_places
 
     def check_model(self, model: EarlyExitModel) -> None:
         """Raise ValueError when a layer that drafts or prunes is outside 1..L-1, or the policy has no models."""
         super().check_model(model)
         for plan in self.config.lookups:
             plan.check(model.n_layers)
-        _ = self.acceptance
+        _ = self._models
+
+    def for_text(self) -> Self:
+        """One with a draft of its own."""
+        other, held = copy(self), self._held
+        other._held = None if held is None else held._replace(survival=copy(held.survival))
+        return other
 
     def reset(self) -> None:
         """Forget the draft."""
-        self._so_far = 0.0
+        if self._held is not None:
+            self._held.survival.reset()
 
     def values(self, observations: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """What each action of the pre-scan saves against a plain pass, in tokens' worth of time, `(n, action)`."""
-        _ = self.acceptance
-        assert self._values is not None  # taken together with the forecasts
-        return self._values(observations[:, self._pre_scan_places], len(self.config.lookups))
+        models = self._models
+        return models.values(observations[:, models.pre_scan_places], len(self.config.lookups))
 
     def decide(self, observations: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
         """Actions of the pre-scan, `(n,)`: 0 skips, 1 scans, 2 + k drafts at candidate k, 2 + K + j copies."""
@@ -187,38 +191,31 @@ class SourceValuePolicy(Policy):
 
     def pre_scan(self, state: PreScanState) -> PreScan | ExitAt | Lookup:
         """The plan that saves most; of equals, the first."""
-        self._so_far = 0.0
-        action = int(self.decide(state.observation[None])[0])
-        if action < BLIND:
-            return PreScan.SCAN if action == EXIT else PreScan.SKIP
-        candidates = self.config.candidates
-        assert candidates is not None  # or the models would have been refused
-        if action < BLIND + len(candidates):
-            self._so_far = log_sigmoid(float(self.acceptance.blind[action - BLIND]))
-            return ExitAt(candidates[action - BLIND])
-        return self.config.lookups[action - BLIND - len(candidates)]
+        models = self._models
+        models.survival.reset()
+        plan = models.plans[int(self.decide(state.observation[None])[0])]
+        if isinstance(plan, ExitAt):
+            models.survival.begin_blind(plan.exit_layer)
+        return plan
 
     def scan(self, state: LayerState) -> bool:
         """Exit when acceptance is at least as likely as the candidate's threshold."""
-        place = self._layers[state.layer]
-        self._so_far = self.acceptance.log_chance(state.observation[self._layer_places], SCANNING, place)
-        return self._so_far >= self._log_limits[place]
+        models = self._models
+        return models.survival.exits(state.layer, state.observation[models.layer_places])
 
     def draft(self, state: LayerState) -> bool:
         """Draft on while the draft would survive with at least the probability asked for."""
-        seen = state.observation[self._layer_places]
-        self._so_far += self.acceptance.log_chance(seen, DRAFTING, self._layers[state.layer])
-        return self._so_far >= self._least
+        models = self._models
+        return models.survival.goes_on(state.layer, state.observation[models.layer_places])
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """`weights` `(stage, candidate, input)` and `blind` `(candidate,)`, `copies` `(group, input)`, `values`."""
-        acceptance = self.acceptance
-        assert self._values is not None
+        acceptance, values = self.acceptance, self._models.values
         return {
             "weights": acceptance.weights,
             "blind": acceptance.blind,
-            "copies": self._values.copies.weights,
-            "values": self._values.weights,
+            "copies": values.copies.weights,
+            "values": values.weights,
         }
 
     def load_tensors(self, tensors: dict[str, npt.NDArray[Any]]) -> None:
@@ -234,13 +231,15 @@ class SourceValuePolicy(Policy):
         acceptance = AcceptanceModel(of_layers(self.config.features), tensors["weights"], tensors["blind"])
         self._take(acceptance, PlanValues(before, copies, tensors["values"]))
 
+    @property
+    def _models(self) -> _Models:
+        if self._held is None:
+            raise ValueError("this source-value policy has no models; load it from its folder or use from_models")
+        return self._held
+
     def _take(self, acceptance: AcceptanceModel, values: PlanValues) -> None:
         config, n = self.config, acceptance.blind.size
-        if config.candidates is None or len(config.candidates) != n:
-            given = "none are given" if config.candidates is None else f"they are {list(config.candidates)}"
-            raise ValueError(f"the forecasts are for {n} candidates, but {given}")
-        if len(config.thresholds) not in (1, n):
-            raise ValueError(f"{len(config.thresholds)} thresholds for {n} candidates; give 1 or {n}")
+        survival = DraftSurvival(acceptance, config.candidates, config.thresholds, config.survival)
         plans = 1 + n + len(config.lookups)
         if len(values.weights) != plans:
             raise ValueError(
@@ -250,15 +249,11 @@ class SourceValuePolicy(Policy):
         wanted = (of_layers(config.features), before_round(config.features), of_copies(config.features))
         if (acceptance.features, values.features, values.copies.features) != wanted:
             raise ValueError(f"the models were fitted on other features than {list(config.features.names)}")
-        candidates = parse_candidates(config.candidates, config.candidates[-1] + 1)
-        self._acceptance, self._values = acceptance, values
-        self._layers = {layer: place for place, layer in enumerate(candidates)}
         names = config.features.names
-        self._layer_places = [names.index(name) for name in acceptance.features.names]
-        self._pre_scan_places = [names.index(name) for name in values.features.names]
-        self._log_limits = [_log(float(limit)) for limit in self.limits]
-        self._least = _log(config.survival)
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf
+        self._held = _Models(
+            survival,
+            values,
+            layer_places=[names.index(name) for name in acceptance.features.names],
+            pre_scan_places=[names.index(name) for name in values.features.names],
+            plans=numbered_plans(survival.candidates, config.lookups),
+        )

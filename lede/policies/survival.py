@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from lede.acceptance import DRAFTING, SCANNING, AcceptanceModel, log_sigmoid
-from lede.features import FeatureConfig, parse_candidates
+from lede.acceptance import AcceptanceModel
+from lede.features import FeatureConfig
 from lede.policies.base import ExitAt, LayerState, Policy, PolicyConfig, PreScan, PreScanState
+from lede.policies.draft_survival import DraftSurvival, check_thresholds
 
 if TYPE_CHECKING:
     from lede.models import EarlyExitModel
@@ -35,11 +36,7 @@ class SurvivalConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.thresholds or min(*self.thresholds, self.survival) < 0:
-            raise ValueError(
-                f"thresholds and survival must not be negative, and there is at least one threshold; got "
-                f"{list(self.thresholds)} and {self.survival}"
-            )
+        check_thresholds(self.thresholds, self.survival)
 
 
 class SurvivalPolicy(Policy):
@@ -49,17 +46,14 @@ class SurvivalPolicy(Policy):
     observation (`lede.acceptance`), fitted on traces; the thresholds are searched on the simulator
     (`lede.reference_thresholds`). Made by `from_model` or loaded from a folder; without forecasts it refuses to run.
 
-    It remembers the draft of the round that it decides in, so it decodes one text at a time.
+    It remembers the draft of the round that it decides in, so each text of a batch gets one of its own (`for_text`).
     """
 
     kind: ClassVar[str] = "survival"
     config_class: ClassVar[type[PolicyConfig]] = SurvivalConfig
     config: SurvivalConfig
 
-    _model: AcceptanceModel | None = None
-    _places: dict[int, int] | None = None  # of layers among the candidates
-    _so_far = 0.0  # logarithm of the survival
-    _least = 0.0  # its limit
+    _held: DraftSurvival | None = None
 
     @classmethod
     def from_model(
@@ -98,42 +92,44 @@ class SurvivalPolicy(Policy):
         Raises:
             ValueError: The policy was made without them.
         """
-        if self._model is None:
-            raise ValueError("this survival policy has no forecasts; load it from its folder or use from_model")
-        return self._model
+        return self._survival.model
 
     @property
     def limits(self) -> npt.NDArray[np.float64]:
         """Least probability to exit with at each candidate, `(candidate,)`."""
-        return np.broadcast_to(np.asarray(self.config.thresholds, dtype=np.float64), self.model.blind.shape)
+        return self._survival.limits
 
     def check_model(self, model: EarlyExitModel) -> None:
         """Raise ValueError when a candidate is outside 1..L-1 or the policy has no forecasts."""
         super().check_model(model)
-        _ = self.model
+        _ = self._survival
+
+    def for_text(self) -> Self:
+        """One with a draft of its own."""
+        other = copy(self)
+        other._held = copy(self._held)
+        return other
 
     def reset(self) -> None:
         """Forget the draft."""
-        self._so_far = 0.0
+        if self._held is not None:
+            self._held.reset()
 
     def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
         """Scan, or draft blind where that is set."""
-        self._so_far = 0.0
+        self.reset()
         if self.config.blind is None:
             return PreScan.SCAN
-        self._so_far = log_sigmoid(float(self.model.blind[self._place(self.config.blind)]))
+        self._survival.begin_blind(self.config.blind)
         return ExitAt(self.config.blind)
 
     def scan(self, state: LayerState) -> bool:
         """Exit when acceptance is at least as likely as the candidate's threshold."""
-        place = self._place(state.layer)
-        self._so_far = self.model.log_chance(state.observation, SCANNING, place)
-        return self._so_far >= self._log_limits[place]
+        return self._survival.exits(state.layer, state.observation)
 
     def draft(self, state: LayerState) -> bool:
         """Draft on while the draft would survive with at least the probability asked for."""
-        self._so_far += self.model.log_chance(state.observation, DRAFTING, self._place(state.layer))
-        return self._so_far >= self._least
+        return self._survival.goes_on(state.layer, state.observation)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """`weights` `(stage, candidate, input)` and `blind` `(candidate,)` of the forecasts."""
@@ -149,25 +145,15 @@ class SurvivalPolicy(Policy):
             raise ValueError(f"the tensors of a survival policy are blind and weights, got {sorted(tensors)}")
         self._take(AcceptanceModel(self.config.features, tensors["weights"], tensors["blind"]))
 
-    def _place(self, layer: int) -> int:
-        assert self._places is not None  # or `model` would have refused
-        return self._places[layer]
+    @property
+    def _survival(self) -> DraftSurvival:
+        if self._held is None:
+            raise ValueError("this survival policy has no forecasts; load it from its folder or use from_model")
+        return self._held
 
     def _take(self, model: AcceptanceModel) -> None:
-        candidates, n = self.config.candidates, model.blind.size
-        if candidates is None or len(candidates) != n:
-            given = "none are given" if candidates is None else f"they are {list(candidates)}"
-            raise ValueError(f"the forecasts are for {n} candidates, but {given}")
-        if len(self.config.thresholds) not in (1, n):
-            raise ValueError(f"{len(self.config.thresholds)} thresholds for {n} candidates; give 1 or {n}")
-        candidates = parse_candidates(candidates, candidates[-1] + 1)
-        if self.config.blind is not None and self.config.blind not in candidates:
-            raise ValueError(f"blind drafts at layer {self.config.blind}, which is none of {list(candidates)}")
-        self._model = model
-        self._places = {layer: place for place, layer in enumerate(candidates)}
-        self._log_limits = [_log(float(limit)) for limit in self.limits]
-        self._least = _log(self.config.survival)
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf
+        config = self.config
+        held = DraftSurvival(model, config.candidates, config.thresholds, config.survival)
+        if config.blind is not None and config.blind not in held.candidates:
+            raise ValueError(f"blind drafts at layer {config.blind}, which is none of {list(held.candidates)}")
+        self._held = held

@@ -19,7 +19,7 @@ from lede.models import EarlyExitModel, load_model
 from lede.policies import LearnedPolicy, LookupPolicy, Policy, RandomPolicy, StaticPolicy, ThresholdPolicy
 from lede.policies.base import ExitAt, LayerState, Lookup, Plan, PreScan, PreScanState
 from tests.exactness import is_exact
-from tests.forecasts import every_feature
+from tests.forecasts import every_feature, made_up_sources, made_up_survival
 from tests.tiny_models import ALL_FAMILY_NAMES, FAMILY_NAMES, WINDOW, plain_generate, prompt, tiny_hf_model, tiny_model
 
 BUDGET = 24
@@ -115,6 +115,8 @@ DECIDED: dict[str, Any] = {
     "lookup": lambda: LookupPolicy(draft_length=5),
     "pruned lookup": lambda: LookupPolicy(draft_length=9, max_suffix=1, prune_at=4),
     "mixed with lookups": MixedLookups,
+    "survival": lambda: made_up_survival(2, CANDIDATES),
+    "sources": lambda: made_up_sources(4, CANDIDATES, (Lookup(3), Lookup(8))),
 }
 """Policies whose decisions are functions of what they are told."""
 
@@ -186,6 +188,8 @@ def test_decisions_and_counts_are_those_of_single_runs(family: str, name: str) -
         assert out.rounds == alone.rounds
         assert out.stats.head_reads == alone.stats.head_reads
         assert out.finish_reason == alone.finish_reason
+    if name == "survival":
+        assert len({r.drafted for out in outputs for r in out.rounds}) > 3, "drafts that end as their products do"
     if name == "mixed":
         assert {r.exit_layer for out in outputs for r in out.rounds} >= {None, 1, 2, 3, 4}
         assert len({r.drafted for out in outputs for r in out.rounds}) > 4

@@ -23,6 +23,7 @@ from lede.bench_runs import CONTROL, PLAIN, SETUP, TRANSFORMERS, read_runs, read
 from lede.collectors import CollectConfig, collect
 from lede.interleaving import lede_contender
 from lede.models import EarlyExitModel, load_model
+from lede.phrases import PhraseMemory
 from lede.policies import StaticPolicy
 from lede.rivals import rival_contender
 from lede.suites import Item, Suite
@@ -162,6 +163,14 @@ def test_test_prompts_that_a_policy_has_seen_are_counted(model: EarlyExitModel, 
     with pytest.warns(UserWarning, match=r"1 of the 2 test prompts of code are among those that .*policy was trained"):
         check_prompts(BenchConfig(tmp_path, policy=(folder,)), [suite("code", [[4, 5, 6], [7, 8, 9]], [])], [folder])
     check_prompts(BenchConfig(tmp_path, policy=(folder,)), [suite("code", [[7, 8, 9]], [])], [folder])
+
+
+def test_test_prompts_that_a_memory_holds_are_counted(tmp_path: Path) -> None:
+    PhraseMemory.from_texts([([4, 5, 6], [1, 2]), ([8, 9], [1, 2])]).save(tmp_path / "phrases.safetensors")
+    text = f"lookup:memory={tmp_path / 'phrases.safetensors'}"
+    with pytest.warns(UserWarning, match=r"phrases.safetensors holds 1 of the 2 test prompts of code, and what was"):
+        check_prompts(BenchConfig(tmp_path, policy=(text,)), [suite("code", [[4, 5, 6], [7, 8, 9]], [])], [text])
+    check_prompts(BenchConfig(tmp_path, policy=(text,)), [suite("code", [[7, 8, 9]], [])], [text])
 
 
 def test_a_failed_contender_stays_failed_on_resumption(

@@ -25,8 +25,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 import lede
 from lede.bridged_model import bridged_model
 from lede.models import load_model
-from lede.policies import StaticPolicy
+from lede.phrases import PhraseMemory
+from lede.policies import LookupPolicy, StaticPolicy
 from tests.deciding_policies import KINDS, policy_of
+from tests.naive_phrases import NaivePhrases, proposal_with_memory
 from tests.stop_at import StopAt
 from tests.tiny_models import prompt, tiny_hf_model, tiny_model
 
@@ -63,6 +65,41 @@ def test_a4_4_generate_gives_its_own_text_faster(family: str, name: str) -> None
     for kind in KINDS if family == "llama" else ("static", "learned"):
         found = hf_model.generate(IDS, custom_generate=lede.custom_generate(policy_of(kind)), **settings)
         assert torch.equal(found, wanted), kind
+
+
+def nearly(tokens: list[int]) -> list[int]:
+    """Another token in every fifth place, so that drafts go wrong somewhere."""
+    return [token if n % 5 else token // 2 for n, token in enumerate(tokens, 1)]
+
+
+@pytest.mark.parametrize("remembers", [False, True], ids=["text alone", "memory"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_lookups_draft_in_generate(rows: int, remembers: bool) -> None:
+    """Every round against an account of its own: what a naive search proposes there, held against the plain text."""
+    hf_model, n_new = tiny_hf_model("llama"), 40
+    settings = {"max_new_tokens": n_new, "pad_token_id": 0}
+    inputs = padded() if rows > 1 else {"input_ids": IDS}
+    prompts = ROWS if rows > 1 else IDS.tolist()
+    wanted = hf_model.generate(**inputs, **settings)
+    texts = [[*ids, *row[-n_new:]] for ids, row in zip(prompts, wanted.tolist(), strict=True)]
+    known = [(ids, nearly(text[len(ids) :])) for ids, text in zip(prompts, texts, strict=True)]
+    policy, naive = LookupPolicy(draft_length=6), NaivePhrases(known if remembers else [], 4)
+    policy.memory = PhraseMemory.from_texts(known, 4) if remembers else None
+    custom, by_memory = lede.custom_generate(policy), []
+    assert torch.equal(hf_model.generate(**inputs, custom_generate=custom, **settings), wanted)
+    for ids, text, out in zip(prompts, texts, custom.outputs, strict=True):
+        at, account = len(ids) + 1, []
+        while at < len(text):
+            room = min(policy.plan.length, len(text) - at - 1)
+            copied, remembered = proposal_with_memory(text[:at], policy.lookup, naive, room)
+            right = next((i for i, token in enumerate(copied) if token != text[at + i]), len(copied))
+            account.append(("lookup" if copied else None, len(copied), right))
+            by_memory += [remembered] if right else []
+            at += right + 1
+        assert [(r.source, r.drafted, r.accepted) for r in out.rounds] == account
+        assert sum(accepted for *_, accepted in account) > 0
+        assert out.stats.head_reads == 0
+    assert any(by_memory) == remembers
 
 
 def test_generation_configs_and_own_processors_and_criteria() -> None:

@@ -41,9 +41,23 @@ def rows() -> list[torch.Tensor]:
     peaked[7] = 300.0
     banned = torch.randn(50, generator=generator)
     banned[::3] = -float("inf")
+    barred = torch.randn(50, generator=generator)
+    barred[::3] = torch.finfo(torch.float16).min  # as a bias bans tokens
+    hidden = torch.randn(50, generator=generator)
+    hidden[5] = torch.finfo(torch.float32).min
     one_left = torch.full((9,), -float("inf"))
     one_left[4] = 2.0
-    return [*found, peaked, banned, one_left, found[3] + 1e4, torch.tensor([0.0, 2.0, 2.0]), torch.tensor([0.3])]
+    return [
+        *found,
+        peaked,
+        banned,
+        barred,
+        hidden,
+        one_left,
+        found[3] + 1e4,
+        torch.tensor([0.0, 2.0, 2.0]),
+        torch.tensor([0.3]),
+    ]
 
 
 def agree(reading: Reading, logits: torch.Tensor, top_k: int, tolerance: float = 1e-5) -> None:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lede import compiled_layers, onednn, packed_weights
 from lede.fast_linear import FAST_CLASSES, FastLinear, accelerated
-from lede.generation import generate
+from lede.generation import generate, prefill
 from lede.models import EarlyExitModel, load_model
 from lede.packed_weights import PackedWeights
 from lede.policies import parse_policy
@@ -176,6 +176,16 @@ def test_the_next_text_is_of_the_weights_as_they_are_then() -> None:
         for layer in model.hf_model.model.layers:
             layer.mlp.down_proj.weight.data.mul_(-3)
     check_exact(model)
+
+
+def test_a_prefill_by_weights_that_have_changed_since_is_refused() -> None:
+    model, ids = packed_model(), prompt(0, 9)
+    ready = prefill(model, ids)
+    generate(model, input_ids=ids, prefilled=ready, max_new_tokens=4)
+    with torch.no_grad():
+        model.hf_model.model.layers[1].mlp.down_proj.weight.data.mul_(-3)
+    with pytest.raises(ValueError, match="was changed since the prefill was made"):
+        generate(model, input_ids=ids, prefilled=ready, max_new_tokens=4)
 
 
 def test_a_model_whose_modules_change_is_packed_again() -> None:

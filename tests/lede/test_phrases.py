@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from lede.lookup import LookupConfig, LookupIndex
 from lede.lookup_table import lookups_of
-from lede.phrase_folds import FOLDS, deal, remember
+from lede.phrase_folds import FOLDS, deal, remember, show
 from lede.phrases import PhraseMemory
 from lede.trace_table import TraceTable
 from tests.copied_texts import VOCABULARY, copied_text
@@ -189,6 +189,22 @@ def test_no_text_of_training_finds_itself() -> None:
     assert whole.known(zip(again.prompt_ids, again.token_ids, strict=True)) == 10
     strange = TraceTable.from_traces(traces(2, 10), 20, 20 * VOCABULARY)
     assert whole.known(zip(strange.prompt_ids, strange.token_ids, strict=True)) == 0
+
+
+def test_texts_that_are_scored_do_not_find_themselves_either() -> None:
+    mine, config = traces(10), LookupConfig()
+    table, again = (TraceTable.from_traces(mine, 20, 20 * VOCABULARY) for _ in range(2))
+    whole = remember(table)
+    assert show(again, table, whole) == 10
+    np.testing.assert_array_equal(
+        lookups_of(again, config, memory=whole).run, lookups_of(table, config, memory=whole).run
+    )
+    mixed = TraceTable.from_traces([*traces(2, 10), mine[4]], 20, 20 * VOCABULARY)
+    assert show(mixed, table, whole) == 1
+    assert mixed.unseen[whole.digest] == [whole, whole, table.unseen[whole.digest][4]]
+    strange = TraceTable.from_traces(traces(2, 10), 20, 20 * VOCABULARY)
+    assert show(strange, table, whole) == 0
+    assert not strange.unseen
 
 
 def test_folds_need_texts_and_company() -> None:

@@ -38,8 +38,9 @@ PROMPTS = [[1, 2, n] for n in range(4)]
 class Rounds:
     """Decodes in no time, with rounds that are made up."""
 
-    def __init__(self, rounds: Sequence[tuple[int, int | None]] = ()) -> None:
+    def __init__(self, rounds: Sequence[tuple[int, int | None]] = (), copies: int = 0) -> None:
         self.rounds = tuple(Round((1,), drafted, 0, layer) for drafted, layer in rounds)
+        self.rounds += (Round((1,), 16, 0, None, source="lookup"),) * copies
         self.n = 0
 
     def __call__(self, ready: Sequence[Ready], prompt: int, turn: int) -> list[Decode]:
@@ -54,8 +55,11 @@ def folder(tmp_path: Path) -> str:
 
 
 def test_what_is_held_fixed_is_counted_on_the_validation_prompts(folder: str, tmp_path: Path) -> None:
-    """Drafts of 5, 5, 3 and 1 tokens: 3.5 on the mean; most at layer 3, as often as at 2, the deeper of which goes."""
-    rounds = Rounds([(5, 3), (5, 2), (0, None), (3, 3), (1, 2)])
+    """Drafts of 5, 5, 3 and 1 tokens: 3.5 on the mean; most at layer 3, as often as at 2, the deeper of which goes.
+
+    Copies from the text have neither a layer nor a length of its kind.
+    """
+    rounds = Rounds([(5, 3), (5, 2), (0, None), (3, 3), (1, 2)], copies=9)
     tuner = Tuner(MODEL, PROMPTS, measure=rounds, out=tmp_path / "out")
     usage = tuner.usage(folder)
     assert (usage.draft_length, usage.exit_layer, usage.evaluations) == (3.5, 2, 4)

@@ -297,9 +297,9 @@ def test_settings_that_do_not_fit_are_refused_before_the_first_run(
     start: Callable[..., SweepResults], tmp_path: Path
 ) -> None:
     for text, message in (
-        ("n-steps=3,0", "n_steps must be at least 1"),
-        ("episode=token,round", "belongs to the wall-clock objective"),
-    ):
+        ("n-steps=3,0", "n_steps must be at least 1"), ("episode=token,round", "belongs to the wall-clock objective"),
+        ("algo=dqn,thresholds", "a sweep trains networks"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             start(text)
     assert not (tmp_path / "sweep").exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,20 @@ from lede.cli import main
 from lede.copy_forecast import COPY_FEATURES
 from lede.evaluation import EvaluateConfig, evaluate
 from lede.features import MEMORY_FEATURES
+from lede.lookup_table import lookups_of
 from lede.models import load_model
 from lede.phrase_folds import remember
 from lede.phrase_making import PhrasesConfig, make_phrases
 from lede.phrases import PhraseMemory
 from lede.policies import LookupValuePolicy
 from lede.simulation import simulate
+from lede.sweep import SweepConfig, sweep
 from lede.threshold_training import train_thresholds
 from lede.trace_table import TraceTable
 from lede.training import TrainConfig, train
 from lede.training_config import with_defaults
+from lede.training_data import load_data
+from lede.wall_clock_data import WallClockData
 from tests.copied_texts import VOCABULARY, copied_text
 from tests.lede.test_training_sources import COSTS, FINGERPRINT, PROFILE, store
 
@@ -107,6 +111,27 @@ def test_a_memory_from_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
         pytest.warns(UserWarning, match="holds (14|2) of the (14|2) (training|validation) texts"),
     ):
         train(replace(settings, steps=20, resume=True), traces, progress=False)
+
+
+def test_a_sweep_goes_on_with_the_memory_that_it_began_with(tmp_path: Path) -> None:
+    traces, file = sayings(0), tmp_path / "m.safetensors"
+    texts = [(each.prompt_ids, each.token_ids) for each in sayings(1).prompts]
+    PhraseMemory.from_texts(texts).save(file)
+    single = config(tmp_path, algo="dqn", memory=str(file), steps=10, eval_interval=10, lookups=(2, 4))
+    settings = SweepConfig(**{each.name: getattr(single, each.name) for each in fields(single)}, seeds=2)
+    sweep(settings, traces, progress=False)
+    PhraseMemory.from_texts(texts[1:]).save(file)
+    with pytest.raises(ValueError, match="was trained on other data"):
+        sweep(replace(settings, resume=True), traces, progress=False)
+
+
+def test_what_is_scored_on_all_finds_itself_no_more_than_training_does(tmp_path: Path) -> None:
+    traces = sayings(0)
+    found = load_data(config(tmp_path, holdout=0.0).settled("traces"), traces, None, PROFILE)
+    assert isinstance(found, WallClockData)
+    assert found.lookup is not None
+    mine, scored = (lookups_of(each, found.lookup, memory=found.memory) for each in (found.training, found.validation))
+    np.testing.assert_array_equal(mine.run, scored.run)
 
 
 def test_memories_that_nobody_drafts_from_or_of_another_model_are_refused(tmp_path: Path) -> None:
