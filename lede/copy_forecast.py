@@ -18,9 +18,12 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 COPY_FEATURES = ("match_length", "match_count", "match_agreement", "lookup_hits", "trace")
-"""What the forecast looks at unless told otherwise: the text tells all of it, whoever decides.
+"""What the forecast looks at unless told otherwise: the text tells it, whoever decides, all but for the trace.
 
-What depends on earlier decisions would be of another kind where the forecast is used than where it was fitted.
+What depends on earlier decisions is of another kind where the forecast is used than where it was fitted. The trace is,
+a little, in policies over both sources: rounds that draft at a layer leave that layer's surprisal in it, and the
+forecast was fitted where nobody does. `lede.plan_values` is fitted where its policy itself leads, and puts that right
+as far as values go.
 """
 
 
