@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import merge as merge_sorted
+from itertools import combinations
 
 import numpy as np
 import tyro
@@ -69,8 +70,9 @@ def merge_stores(stores: Sequence[Place], out: Place, renumber: bool = False) ->
     if len(set(urls)) < len(urls):
         raise ValueError(f"a store is named twice: {', '.join(urls)}")
     opened = [open_store(place) for place in stores]
-    for url, store in zip(urls[1:], opened[1:], strict=True):
-        _check_alike(urls[0], opened[0].settings, url, store.settings, renumber)
+    places = list(zip(urls, opened, strict=True))
+    for (url, store), (other_url, other) in combinations(places, 2):
+        _check_alike(url, store.settings, other_url, other.settings, renumber)
     if renumber:
         settings = _joint_settings([store.settings for store in opened])
         return Merged(write_whole_store(target, settings, _renumbered(opened)), 0)

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from lede.envs import Decision, Row, Rules
 from lede.features import RECENT_ROUNDS, FeatureConfig
 from lede.models import EarlyExitModel
-from lede.policies import ExitAt, LayerState, Policy, PreScan, PreScanState, SkipSublayers
+from lede.policies import ExitAt, LayerSkippingPolicy, LayerState, Lookup, Policy, PreScan, PreScanState, SkipSublayers
+from lede.policies.online import learns_online
 from lede.rewards import CONTINUE, EXIT
 from lede.seeding import Purpose, numpy_stream
 
@@ -73,7 +74,7 @@ class Actor:
         answer = self.policy.pre_scan(
             PreScanState(row.trace.value(), acceptance, self._since_draft, remaining, n_tokens)
         )
-        if isinstance(answer, (ExitAt, SkipSublayers)):
+        if isinstance(answer, (ExitAt, SkipSublayers, Lookup)):
             return self._explorer.check_plan(answer)
         return None if answer is PreScan.SCAN else NO_EXIT
 
@@ -142,15 +143,16 @@ class Explorer:
             values["confidence"] = row.surprisal  # C_1 is -log of the top-1 probability
         return features.observe(values, *self._sizes)
 
-    def check_plan(self, plan: ExitAt | SkipSublayers) -> int:
+    def check_plan(self, plan: ExitAt | SkipSublayers | Lookup) -> int:
         """The layer of a plan.
 
         Raises:
-            ValueError: It is no candidate of the rollout, or the plan has gaps.
+            ValueError: It is no candidate of the rollout, or the plan is no exit.
         """
-        if isinstance(plan, SkipSublayers):
+        if not isinstance(plan, ExitAt):
+            how = "with gaps" if isinstance(plan, SkipSublayers) else "from the text"
             raise ValueError(
-                "the policy drafts with gaps, which is no exit that a rollout could record; follow a policy of exits"
+                f"the policy drafts {how}, which is no exit that a rollout could record; follow a policy of exits"
             )
         if plan.exit_layer not in self.rules.candidates:
             raise ValueError(
@@ -161,6 +163,11 @@ class Explorer:
 
     def _settle(self, policy: Policy, model: EarlyExitModel) -> None:
         """Settle the policy's candidates and check that it can act here."""
+        if learns_online(policy) and not isinstance(policy, LayerSkippingPolicy):  # those are refused for their gaps
+            raise ValueError(
+                f"the {policy.kind} policy learns from rounds that were verified, and a rollout has none; follow a "
+                "policy that does not"
+            )
         from lede.checkpoint import check_fingerprint
 
         check_fingerprint(policy, model)
@@ -177,7 +184,7 @@ class Explorer:
         if policy.features is not None:
             self._check_features(policy.features)
         answer = self._fresh(policy, 0).pre_scan(PreScanState(0.0, None, 0, self.rules.max_new_tokens, 1))
-        if isinstance(answer, (ExitAt, SkipSublayers)):  # better now than in the middle of a collection
+        if isinstance(answer, (ExitAt, SkipSublayers, Lookup)):  # better now than in the middle of a collection
             self.check_plan(answer)
 
     def _check_features(self, features: FeatureConfig) -> None:

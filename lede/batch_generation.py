@@ -9,11 +9,10 @@ from lede.batch_row import BatchRow
 from lede.models import EarlyExitModel
 from lede.output import GenerateOutput
 from lede.policies.base import Policy
+from lede.policies.online import learns_online
 from lede.policies.random import RandomConfig
 from lede.request import Request
 from lede.statistics import DecodingStats, Meter, summarize
-
-_HOOKS = ("begin", "verified", "between_rounds")
 
 
 def generate_batch(
@@ -75,9 +74,7 @@ def batch_stats(outputs: Sequence[GenerateOutput]) -> DecodingStats:
 
 def check_batch_policy(policy: Policy) -> None:
     """Raise ValueError when a policy can't decide for several texts in lockstep: it learns from one, or leaves gaps."""
-    kind = type(policy)
-    learns = [name for name in _HOOKS if getattr(kind, name) is not getattr(Policy, name)]
-    if learns or policy.shadow_layers:
+    if learns_online(policy):
         raise ValueError(
             f"the {policy.kind} policy learns from the text that it decodes, so it can't decide for a batch of "
             "several; decode the prompts one by one"

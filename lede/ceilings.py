@@ -183,12 +183,7 @@ def solve(
     none = not candidates and lookup is None
     if none or min(candidates, default=1) < 1 or max(candidates, default=1) >= table.n_layers:
         raise ValueError(f"candidates {list(candidates)} must be layers within 1..{table.n_layers - 1}")
-    short = (table.n_decided > 0) & ~table.ended_by_eos & (table.n_decided < table.max_new_tokens - 1)
-    if short.any():
-        raise ValueError(
-            f"the text of prompt {table.prompt_index[short][0]} neither ends nor fills the budget of "
-            f"{table.max_new_tokens} new tokens: give the budget that it was written under"
-        )
+    table.check_ends()
     columns = np.asarray(candidates, dtype=np.int64) - 1
     tables = CostTables(costs, candidates, table.max_context, max_draft)
     blind = blind_seconds(tables)

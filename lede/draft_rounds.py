@@ -80,8 +80,8 @@ class DraftRounds:
         lookups: The lookups that may be chosen; they need `lookup`.
 
     Raises:
-        ValueError: A candidate is none of the traces' layers, or a lookup is longer than what was looked up, or there
-            is neither a candidate nor an index.
+        ValueError: A candidate is none of the traces' layers, a lookup is longer than what was looked up, there is
+            neither a candidate nor an index, or a text stops before its budget without an end.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class DraftRounds:
         lookup: LookupTable | None = None,
         lookups: Sequence[Lookup] = (),
     ) -> None:
+        table.check_ends()
         self.table, self.costs, self.features, self.log = table, costs, features, log
         self.candidates = np.asarray(costs.candidates, dtype=np.int64)
         if self.candidates.size and self.candidates[-1] >= table.n_layers:

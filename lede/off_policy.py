@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from lede.fingerprints import compare_fingerprints
 from lede.seeding import Purpose, numpy_stream, torch_stream
 from lede.transitions import Greedy, Transitions
 
@@ -106,7 +107,7 @@ def evaluate_off_policy(
         seeds = np.random.SeedSequence(config.seed, spawn_key=(int(Purpose.SYNTHESIS),)).generate_state(config.passes)
         logs = [synthesize(traces, "uniform", int(seed), candidates, policy.features) for seed in seeds]
     else:
-        _check_log(log.settings, policy, candidates)
+        _check_log(log.settings, traces.settings, policy, candidates)
         logs = [log]
     settings = playback_settings(traces.settings, None, candidates, policy.features, logs[0].settings.reward)
     rollouts = [rollout for each in logs for rollout in each if rollout.n_rows]
@@ -224,8 +225,16 @@ class _FrozenAlgorithm:
         return torch.as_tensor(np.asarray(self._greedy(observations.astype(np.float32))), device=scaled.device)
 
 
-def _check_log(log: StoreSettings, policy: LearnedPolicy, candidates: tuple[int, ...]) -> None:
+def _check_log(log: StoreSettings, traces: StoreSettings, policy: LearnedPolicy, candidates: tuple[int, ...]) -> None:
+    """Raise ValueError unless a log is of the process that the policy decides and the traces tell."""
     wanted = {"features": policy.features, "candidates": candidates}
     odd = [f"{name}: {getattr(log, name)} / {value}" for name, value in wanted.items() if getattr(log, name) != value]
     if odd:
         raise ValueError(f"the log was recorded for another policy (log / policy): {'; '.join(odd)}")
+    names = ("n_layers", "vocab_size", "temperature", "top_k", "top_p")
+    pairs = [(name, getattr(log, name), getattr(traces, name)) for name in names]
+    odd = [f"{name}: {mine} / {theirs}" for name, mine, theirs in pairs if mine != theirs]
+    if log.fingerprint and traces.fingerprint:  # stores made by hand may have none
+        odd += [f"fingerprint: {phrase}" for phrase in compare_fingerprints(log.fingerprint, traces.fingerprint)]
+    if odd:
+        raise ValueError(f"the log was recorded otherwise than the traces (log / traces): {'; '.join(odd)}")

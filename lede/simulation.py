@@ -14,9 +14,11 @@ from lede.cost_tables import CostTables
 from lede.draft_rounds import DraftRounds, Stage
 from lede.lookup_table import lookups_of
 from lede.policies.base import BLIND, ExitAt, LayerState, Lookup, Policy, PreScan, PreScanState, SkipSublayers
+from lede.policies.layer_skipping import LayerSkippingPolicy
 from lede.policies.learned import LearnedPolicy
 from lede.policies.lookup import LookupPolicy
 from lede.policies.lookup_value import LookupValuePolicy
+from lede.policies.online import learns_online
 from lede.policies.source_value import SourceValuePolicy
 from lede.policies.static import StaticPolicy
 from lede.policies.survival import SurvivalPolicy
@@ -102,9 +104,15 @@ def simulate(
         seed: Of the acceptance of sampled drafts.
 
     Raises:
-        ValueError: The cost model or a candidate belongs to a model of other depth, or the policy drafts blind at a
-            layer that is no candidate.
+        ValueError: The cost model or a candidate belongs to a model of other depth, the policy drafts blind at a layer
+            that is no candidate or with gaps, or it learns from what it decodes.
     """
+    # one that leaves gaps learns too, and is refused for the gaps
+    if policy is not None and not isinstance(policy, LayerSkippingPolicy) and learns_online(policy):
+        raise ValueError(
+            f"the {policy.kind} policy learns from the texts that it decodes, in their order, which traces can't show "
+            "it; measure it by `lede bench`"
+        )
     rounds = rounds_of(policy, table, costs, candidates, seed)
     if policy is None:
         return play(rounds, lambda lanes: np.full(lanes.stage.size, CONTINUE, dtype=np.int64))
@@ -129,7 +137,7 @@ def simulate(
 
         return play(rounds, source_decisions(policy, table.n_prompts))
     policy.reset()
-    return play(rounds, _one_by_one(policy))
+    return play(rounds, _one_by_one(policy, table.n_prompts))
 
 
 def rounds_of(
@@ -227,9 +235,10 @@ def _drafting_blind(plan: int, length: int) -> Decide:
     return decide
 
 
-def _one_by_one(policy: Policy) -> Decide:
+def _one_by_one(policy: Policy, n_lanes: int) -> Decide:
     """Ask a policy lane by lane."""
     numbers = {PreScan.SKIP: CONTINUE, PreScan.SCAN: EXIT}
+    mine = [policy.for_text() for _ in range(n_lanes)]
 
     def decide(lanes: DraftRounds) -> npt.NDArray[np.int64]:
         observes = policy.features is not None
@@ -238,7 +247,7 @@ def _one_by_one(policy: Policy) -> Decide:
         places = {int(layer): k for k, layer in enumerate(lanes.candidates)}
         for i in np.flatnonzero(lanes.stage != Stage.DONE).tolist():
             if lanes.stage[i] == Stage.PRE_SCAN:
-                choice = policy.pre_scan(_before(lanes, i, observations[i]))
+                choice = mine[i].pre_scan(_before(lanes, i, observations[i]))
                 if isinstance(choice, SkipSublayers):
                     raise ValueError(
                         f"the {policy.kind} policy drafts with gaps; traces know exits alone and can't tell what such "
@@ -254,7 +263,7 @@ def _one_by_one(policy: Policy) -> Decide:
                     )
                 actions[i] = BLIND + places[choice.exit_layer] if isinstance(choice, ExitAt) else numbers[choice]
             else:
-                ask = policy.scan if lanes.stage[i] == Stage.SCAN else policy.draft
+                ask = mine[i].scan if lanes.stage[i] == Stage.SCAN else mine[i].draft
                 actions[i] = ask(LayerState(int(layers[i]), int(lanes.n_drafted[i]), observations[i]))
         return actions
 

@@ -159,6 +159,15 @@ class TraceTable:
         ]
         return np.asarray(np.concatenate(draws)[:, None] < chance)
 
+    def check_ends(self) -> None:
+        """Raise ValueError when a text stops before its budget without an end: nobody knows what followed."""
+        short = (self.n_decided > 0) & ~self.ended_by_eos & (self.n_decided < self.max_new_tokens - 1)
+        if short.any():
+            raise ValueError(
+                f"the text of prompt {self.prompt_index[short][0]} neither ends nor fills the budget of "
+                f"{self.max_new_tokens} new tokens: give the budget that it was written under"
+            )
+
     def branch_of(self, layer: int) -> npt.NDArray[np.int32]:
         """The branch that stands for a wrong draft of a layer at each row, `(row,)`; -1 where the layer has none.
 

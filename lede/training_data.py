@@ -40,7 +40,11 @@ Freeze = Callable[..., LearnedPolicy]
 
 _HOLDOUT_STREAM = 1
 _ROLLOUT_NUMBERS = ("observations", "rewards", "final_observation")
-_TRACE_NUMBERS = ("confidence", "entropy", "top1", "match", "anchor", "closing_confidence", "closing_entropy")
+_ROW_NUMBERS = ("confidence", "entropy", "top1", "top2", "match")
+_TRACE_NUMBERS = (
+    *_ROW_NUMBERS, "anchor", *(f"closing_{name}" for name in _ROW_NUMBERS[:-1]),
+    *(f"branch_{name}" for name in _ROW_NUMBERS[:-1]),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,8 @@ def _wall_clock(
     candidates = _candidates(config, buffer, profile) if "exit" in config.sources else buffer.settings.candidates
     settings = policy_settings(config, buffer.settings, candidates)
     digest = digest_of([*kept, *others, profile.costs])
-    return WallClockData(config, settings, kept, others, profile.costs, held_out, digest)
+    budget = scored.settings.max_new_tokens
+    return WallClockData(config, settings, kept, others, profile.costs, held_out, digest, budget)
 
 
 def _candidates(config: TrainConfig, buffer: TransitionStore | TraceStore, profile: CostProfile | None) -> Layers:
@@ -255,7 +260,7 @@ def check_finite_record(record: PromptTrace | PromptRollout, first_row: int, whe
         values = np.atleast_1d(getattr(record, name))
         if not np.isfinite(values).all():
             place = np.argwhere(~np.isfinite(values))[0].tolist()
-            of_rows = name not in ("anchor", "final_observation", "closing_confidence", "closing_entropy")
+            of_rows = name in (*_ROW_NUMBERS, "observations", "rewards")
             row = f"row {first_row + place[0]}" if of_rows else "the record"
             raise ValueError(
                 f"{row} (prompt {record.prompt_index}) of {where} holds {values[tuple(place)]} in `{name}`: the "
@@ -320,7 +325,8 @@ def make_scorer(
     """What says how many seconds a policy takes on what is scored; None without traces or a profile."""
     if profile is None or scored.kind != "traces":
         return None
-    table = TraceTable.from_traces(scored.prompts, settings.max_new_tokens, settings.vocab_size, config.branches)
+    budget = scored.settings.max_new_tokens
+    table = TraceTable.from_traces(scored.prompts, budget, settings.vocab_size, config.branches)
     return Scorer(table, profile.costs, settings.candidates, config.max_draft)
 
 

@@ -125,7 +125,7 @@ class TrainingRun:
             **as_json(self.config),
             "resolved": {
                 **data.description(),
-                "network": [len(settings.features.names), *self.config.hidden, 2],
+                "network": [len(settings.features.names), *self.config.hidden, data.n_actions],
                 "activation": "relu",
                 "algorithm": type(learner.algo).__name__,
                 "optimiser": type(optimiser).__name__,

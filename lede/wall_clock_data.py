@@ -62,6 +62,7 @@ class WallClockData:
         costs: What operations cost.
         held_out: Prompts of the buffer that are among the validation traces.
         digest: Of everything above.
+        validation_budget: New tokens that the validation traces were allowed; None for as many as the others.
     """
 
     validation_kind = "traces"
@@ -75,12 +76,13 @@ class WallClockData:
         costs: CostModel,
         held_out: tuple[int, ...] = (),
         digest: str = "",
+        validation_budget: int | None = None,
     ) -> None:
         self.config, self.costs = config, costs
         self.held_out, self.digest = held_out, digest
         size = (settings.max_new_tokens, settings.vocab_size, config.branches)
         self.training = TraceTable.from_traces(training, *size)
-        self.validation = TraceTable.from_traces(validation, *size)
+        self.validation = TraceTable.from_traces(validation, validation_budget or size[0], *size[1:])
         self.settings = settings = self._with_forecast(settings)
         self.candidates = settings.candidates if "exit" in config.sources else ()
         self.lookup, self.lookups = None, lookup_plans(config)

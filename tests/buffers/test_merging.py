@@ -135,6 +135,10 @@ def test_parts_of_a_collection_are_not_renumbered(tmp_path: Path) -> None:
     made = make(tmp_path / "a.zarr", [make_rollout(0)]), make(tmp_path / "b.zarr", [make_rollout(1)])
     with pytest.raises(ValueError, match=r"are parts of one collection, .*: leave out renumber"):
         merge_stores(made, tmp_path / "all.zarr", renumber=True)
+    theirs = replace(settings("transitions"), prompts_digest="cd", seed=2)
+    other = make(tmp_path / "c.zarr", [make_rollout(0)], theirs)
+    with pytest.raises(ValueError, match=r"a.zarr and .*b.zarr are parts of one collection"):  # not next to each other
+        merge_stores([other, *made], tmp_path / "all.zarr", renumber=True)
 
 
 def test_a_merge_that_can_not_be_is_refused_before_any_work(tmp_path: Path) -> None:

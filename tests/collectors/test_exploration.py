@@ -10,7 +10,15 @@ from lede.buffers import PromptRollout
 from lede.collectors import Explorer, collect_rollout, collect_teacher
 from lede.collectors.exploration import parse_epsilon, policy_digest
 from lede.envs import Rules
-from lede.policies import LearnedPolicy, Policy, RandomPolicy, StaticPolicy, ThresholdPolicy
+from lede.policies import (
+    DraftVerifyPolicy,
+    LearnedPolicy,
+    LookupPolicy,
+    Policy,
+    RandomPolicy,
+    StaticPolicy,
+    ThresholdPolicy,
+)
 from tests.tiny_models import prompt, tiny_model
 
 MODEL = tiny_model("llama")
@@ -127,6 +135,8 @@ def test_policies_that_cannot_act_here_are_refused_at_once() -> None:
     refused(StaticPolicy(exit_layer=3), r"drafts at layer 3, which is none of the candidates \[1, 2, 4\]")
     gaps = RandomPolicy(skip_probability=0.0, blind_probability=0.0, gap_probability=1.0)
     refused(gaps, "drafts with gaps, which is no exit that a rollout could record")
+    refused(LookupPolicy(), "drafts from the text, which is no exit that a rollout could record")
+    refused(DraftVerifyPolicy(exit_layer=2), "the draft-verify policy learns from rounds that were verified")
     refused(ThresholdPolicy(candidates=(2, 5)), r"inspects layers \[5\]")
     refused(ThresholdPolicy(thresholds=(0.5, 0.6)), "2 thresholds for 3 candidates")
     refused(ThresholdPolicy(candidates=(2, 9)), r"within 1\.\.5")

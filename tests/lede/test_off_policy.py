@@ -10,7 +10,7 @@ import pytest
 
 from lede.buffers.playback import synthesize
 from lede.buffers.settings import StoreSettings
-from lede.buffers.store import TraceStore
+from lede.buffers.store import TraceStore, TransitionStore
 from lede.features import FeatureConfig
 from lede.off_policy import FqeConfig, evaluate_off_policy, fitted_value
 from lede.optimal_stopping import StoppingProblem
@@ -103,6 +103,15 @@ def test_a_log_of_other_decisions_is_refused(traces: TraceStore) -> None:
     log = synthesize(traces, "uniform", candidates=(2, 4))
     with pytest.raises(ValueError, match=r"candidates: \(2, 4\) / \(2, 4, 6, 8, 10, 12\)"):
         evaluate_off_policy(threshold_policy(), traces, log)
+
+
+def test_a_log_of_another_process_is_refused(traces: TraceStore) -> None:
+    log = synthesize(traces, "uniform")
+    warm = TransitionStore(replace(log.settings, temperature=1.0), list(log))
+    with pytest.raises(
+        ValueError, match=r"recorded otherwise than the traces \(log / traces\): temperature: 1.0 / 0.0"
+    ):
+        evaluate_off_policy(threshold_policy(), traces, warm)
 
 
 def test_features_of_rounds_are_refused(traces: TraceStore) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +18,23 @@ from lede.decoding import Decoder
 from lede.envs import Rules
 from lede.features import CALIBRATED, WALL_CLOCK_FEATURES, FeatureConfig
 from lede.models import EarlyExitModel
-from lede.policies import LearnedPolicy, Policy, RandomPolicy, StaticPolicy, ThresholdPolicy
+from lede.policies import (
+    AblatedPolicy,
+    DraftVerifyPolicy,
+    DynamicExitLayerPolicy,
+    LearnedPolicy,
+    Policy,
+    RandomPolicy,
+    StaticPolicy,
+    SurvivalPolicy,
+    ThresholdPolicy,
+)
 from lede.round_log import ENDINGS
 from lede.simulation import simulate
 from lede.statistics import Meter
 from lede.trace_table import TraceTable
 from lede.verification import Chooser, TorchSource, Warp
-from tests.forecasts import made_up
+from tests.forecasts import made_up, made_up_survival
 from tests.planted_costs import AGAIN, BLOCKS, PLANTED
 from tests.tiny_models import N_LAYERS, tiny_model
 
@@ -143,6 +155,37 @@ def test_random_policy_meets_every_kind_of_round(traces: dict[str, list[PromptTr
     assert set(log.layer.tolist()) == {0, *CANDIDATES}
     assert (log.n_scanned == 0).any()
     assert (log.n_scanned == len(CANDIDATES)).any()
+
+
+def test_prompts_have_nothing_to_do_with_each_other(traces: dict[str, list[PromptTrace]], tmp_path: Path) -> None:
+    """Also for a policy that remembers its draft and is asked lane by lane."""
+    base = made_up_survival(2, CANDIDATES)
+    base.save_pretrained(str(tmp_path))
+    blind = SurvivalPolicy.from_model(base.model, replace(base.config, blind=2))
+    costs, held = CostModel(N_LAYERS, (None,) * N_LAYERS, PLANTED), AblatedPolicy.of(tmp_path, exit_layer=2)
+    table = TraceTable.from_traces(traces["llama"], BUDGET, 128)
+    found, wanted = simulate(held, table, costs).log, simulate(blind, table, costs).log
+    assert len(set(found.n_drafted.tolist())) > 2
+    for place in range(len(PROMPTS)):
+        rounds = [
+            list(zip(log.layer[mine], log.n_drafted[mine], log.n_accepted[mine], strict=True))
+            for log in (found, wanted)
+            for mine in (log.prompt == place,)
+        ]
+        assert rounds[0] == rounds[1]
+
+
+@pytest.mark.parametrize("policy", [DraftVerifyPolicy(exit_layer=2), DynamicExitLayerPolicy()], ids=lambda p: p.kind)
+def test_who_learns_from_what_it_decodes_is_refused(traces: dict[str, list[PromptTrace]], policy: Policy) -> None:
+    table = TraceTable.from_traces(traces["llama"], BUDGET, 128)
+    with pytest.raises(ValueError, match=f"the {policy.kind} policy learns from the texts that it decodes"):
+        simulate(policy, table, CostModel(N_LAYERS, (None,) * N_LAYERS, PLANTED))
+
+
+def test_a_text_that_nobody_knows_the_rest_of_is_refused(traces: dict[str, list[PromptTrace]]) -> None:
+    table = TraceTable.from_traces(traces["llama"], BUDGET + 1, 128)
+    with pytest.raises(ValueError, match=f"neither ends nor fills the budget of {BUDGET + 1} new tokens"):
+        simulate(StaticPolicy(exit_layer=2), table, CostModel(N_LAYERS, (None,) * N_LAYERS, PLANTED))
 
 
 def test_a_blind_layer_outside_the_candidates_is_refused(traces: dict[str, list[PromptTrace]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lede.optimal_stopping import StoppingProblem
 from lede.policies.learned import LearnedPolicy
 from lede.run_folder import RunFolder
 from lede.training import TrainConfig, train
+from lede.training_data import check_finite_record
 
 PROBLEM = StoppingProblem()
 SETTINGS = StoreSettings(
@@ -238,6 +240,11 @@ def test_numbers_that_are_not_finite_are_refused_with_their_row(
     damaged = TraceStore(SETTINGS, [*prompts[:2], replace(prompts[2], entropy=entropy), *prompts[3:]])
     with pytest.raises(ValueError, match=rf"row 43 \(prompt 2\) .* holds {bad} in `entropy`"):
         run(store=damaged)
+    for name in ("top2", "closing_top1", "branch_entropy"):
+        odd = copy(prompts[2])
+        object.__setattr__(odd, name, np.full((2, 3), bad))
+        with pytest.raises(ValueError, match=rf"\(prompt 2\) of a shard holds {bad} in `{name}`"):
+            check_finite_record(odd, 0, "a shard")
     rollouts = synthesize(traces).prompts
     rewards = rollouts[1].rewards.copy()
     rewards[4] = bad
