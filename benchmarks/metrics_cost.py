@@ -35,8 +35,9 @@ WAYS = (ON, AGAIN, OFF)
 class Unread(Meter):
     """A meter that counts rounds and never reads the clock while decoding."""
 
-    def enter(self, section: str) -> None:
+    def enter(self, section: str) -> str:
         """Book nothing."""
+        return section
 
 
 @dataclass(frozen=True)
