@@ -104,6 +104,20 @@ class MixedLookups(Mixed):
         return plans[state.n_tokens % len(plans)]
 
 
+class Nowhere(Policy):
+    """Scans without a candidate to look at: plain passes."""
+
+    kind = "nowhere"
+
+    def candidates_for(self, n_layers: int) -> tuple[int, ...]:
+        return ()
+
+    def scan(self, state: LayerState) -> bool:
+        return True
+
+    draft = scan
+
+
 DECIDED: dict[str, Any] = {
     "plain": lambda: None,
     "static": lambda: StaticPolicy(exit_layer=3, draft_length=4),
@@ -115,6 +129,7 @@ DECIDED: dict[str, Any] = {
     "lookup": lambda: LookupPolicy(draft_length=5),
     "pruned lookup": lambda: LookupPolicy(draft_length=9, max_suffix=1, prune_at=4),
     "mixed with lookups": MixedLookups,
+    "nowhere": Nowhere,
     "survival": lambda: made_up_survival(2, CANDIDATES),
     "sources": lambda: made_up_sources(4, CANDIDATES, (Lookup(3), Lookup(8))),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from lede.policies import (
     parse_policy,
 )
 from tests.exactness import is_exact
+from tests.forecasts import made_up_survival
 from tests.tiny_models import FAMILY_NAMES, plain_generate, prompt, tiny_model
 
 CANDIDATES = (1, 2, 3)
@@ -107,6 +109,13 @@ def test_a_survival_policy_counts_the_blind_token_of_the_fixed_layer(tmp_path: P
     blind = SurvivalPolicy.from_model(model, candidates=CANDIDATES, survival=0.3, blind=2)
     held = AblatedPolicy.of(tmp_path, exit_layer=2)
     assert run(held).rounds == run(blind).rounds
+    rows = [IDS, IDS[:3], IDS[2:]]  # each of a batch with a product of its own
+    made_up_survival(2, CANDIDATES).save_pretrained(str(tmp_path / "long"))
+    settings: dict[str, Any] = {"policy": AblatedPolicy.of(tmp_path / "long", exit_layer=2), "max_new_tokens": 24}
+    together = generate(tiny_model("llama"), input_ids=rows, **settings)
+    alone = [generate(tiny_model("llama"), input_ids=row, **settings) for row in rows]
+    assert [out.rounds for out in together] == [out.rounds for out in alone]
+    assert len({r.drafted for out in alone for r in out.rounds}) > 1
     with pytest.raises(ValueError, match="layer 5, which is none of"):
         AblatedPolicy.of(tmp_path, exit_layer=5)
 

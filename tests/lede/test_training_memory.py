@@ -104,6 +104,8 @@ def test_a_memory_from_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
     assert policy.memory is not None
     assert policy.memory.digest == PhraseMemory.load(file).digest
     assert policy.features.names == ("trace", *MEMORY_FEATURES)
+    network = json.loads((tmp_path / "run" / "config.json").read_text())["resolved"]["network"]
+    assert network == [len(policy.features.names), *settings.hidden, policy.network.n_outputs]
     assert load_policy(tmp_path / "run" / "policy").memory is not None
     PhraseMemory.from_texts([(each.prompt_ids, each.token_ids) for each in traces.prompts]).save(file)
     with (
@@ -132,6 +134,25 @@ def test_what_is_scored_on_all_finds_itself_no_more_than_training_does(tmp_path:
     assert found.lookup is not None
     mine, scored = (lookups_of(each, found.lookup, memory=found.memory) for each in (found.training, found.validation))
     np.testing.assert_array_equal(mine.run, scored.run)
+
+
+def test_what_is_scored_on_may_have_another_budget(tmp_path: Path) -> None:
+    traces, bare = sayings(0, 4), store(1, 0)
+    short = TraceStore(
+        replace(bare.settings, max_new_tokens=30), [copied_text(i, 30, N_LAYERS, 1) for i in range(50, 53)]
+    )
+    found = load_data(config(tmp_path).settled("traces"), traces, short, PROFILE)
+    assert isinstance(found, WallClockData)
+    assert (found.training.max_new_tokens, found.validation.max_new_tokens) == (BUDGET, 30)
+
+
+def test_a_tokenizer_that_is_not_known_of_all_is_not_claimed(tmp_path: Path) -> None:
+    known, names = sayings(0, 2), [str(tmp_path / "known.zarr"), str(tmp_path / "unknown.zarr")]
+    for name, fingerprint in zip(names, ({**FINGERPRINT, "tokenizer": "abc"}, {}), strict=True):
+        settings = replace(known.settings, fingerprint=fingerprint)
+        write_whole_store(free_storage(name), settings, iter(known))
+    assert make_phrases(PhrasesConfig(tmp_path / "a", buffer=(names[0],))).tokenizer == "abc"
+    assert make_phrases(PhrasesConfig(tmp_path / "b", buffer=tuple(names))).tokenizer is None
 
 
 def test_memories_that_nobody_drafts_from_or_of_another_model_are_refused(tmp_path: Path) -> None:
