@@ -1,5 +1,7 @@
 """Peak memory of decoding in a process of its own: transformers' generate, and lede plain, drafting and compiled.
 
+With `--ahead` also by kernels that other processes compiled ahead of time; those that are missing are compiled first.
+
 python -m benchmarks.engine_memory --model demo --max-new-tokens 256 --out memory.json
 """
 
@@ -14,6 +16,7 @@ from pathlib import Path
 import torch
 import tyro
 
+from lede.compiling import compile_ahead
 from lede.generation import generate
 from lede.models import load_model
 from lede.peak_memory import PeakMemory
@@ -21,6 +24,7 @@ from lede.policies import parse_policy
 
 PROMPT = "def quicksort(items):"
 KINDS = ("transformers generate", "plain", "drafting", "plain, compiled")
+AHEAD_KINDS = ("plain, compiled ahead", "drafting, compiled ahead")
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,17 @@ class MemorySettings:
     """Who drafts."""
     max_new_tokens: int = 256
     """Tokens of the text."""
+    ahead: bool = False
+    """Whether kernels compiled ahead of time are measured too."""
 
 
 def peak(kind: str, settings: MemorySettings) -> int | None:
     """Most bytes in use while a model is loaded and decodes once; None where the system does not tell."""
     meter = PeakMemory(torch.device("cpu"))
     meter.start()
-    model = load_model(settings.model, compile=kind.endswith("compiled"))
+    model = load_model(settings.model)
+    if "compiled" in kind:
+        model.compile(ahead="ahead" in kind)
     ids = list(model.tokenizer(PROMPT)["input_ids"])
     if kind == "transformers generate":
         inputs = torch.tensor([ids])
@@ -56,16 +64,18 @@ def peak(kind: str, settings: MemorySettings) -> int | None:
                 pad_token_id=0,
             )
     else:
-        policy = parse_policy(settings.policy) if kind == "drafting" else None
+        policy = parse_policy(settings.policy) if "drafting" in kind else None
         generate(model, input_ids=ids, policy=policy, max_new_tokens=settings.max_new_tokens, eos_token_id=())
     return meter.read()
 
 
 def main(settings: MemorySettings) -> dict[str, int | None]:
     """Measure each kind in a process of its own, print and write."""
+    if settings.ahead:
+        compile_ahead(load_model(settings.model))
     context = multiprocessing.get_context("spawn")
     found: dict[str, int | None] = {}
-    for kind in KINDS:
+    for kind in (*KINDS, *AHEAD_KINDS) if settings.ahead else KINDS:
         with context.Pool(1) as pool:
             found[kind] = pool.apply(peak, (kind, settings))
     base = found[KINDS[0]]

@@ -23,6 +23,7 @@ import tyro
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+from lede.compiling import compile_ahead
 from lede.generation import generate
 from lede.models import DEMO_FOLDER, EarlyExitModel, load_model
 from lede.policies import parse_policy
@@ -63,6 +64,8 @@ class ProfileSettings:
     """Tokens of that prompt."""
     compiled: bool = True
     """Whether the compiled engine is measured too."""
+    ahead: bool = False
+    """Whether kernels compiled ahead of time are measured too; those that are missing are compiled first."""
     packed: bool = False
     """Whether engines with packed weights are measured too."""
 
@@ -220,11 +223,20 @@ def main(settings: ProfileSettings) -> dict[str, Any]:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     models = {"eager": load_model(settings.model, dtype=settings.dtype)}
+    pair = (models["eager"].hf_model, models["eager"].tokenizer)
     if settings.compiled:
-        models["compiled"] = load_model((models["eager"].hf_model, models["eager"].tokenizer), compile=True)
+        models["compiled"] = load_model(pair)
+        models["compiled"].compile(ahead=False)
+    if settings.ahead:
+        models["compiled ahead"] = load_model(pair)
     if settings.packed:
-        pair = (models["eager"].hf_model, models["eager"].tokenizer)
-        models |= {f"{kind}, packed": load_model(pair, compile=kind != "eager", pack_weights=True) for kind in models}
+        models |= {f"{kind}, packed": load_model(pair, pack_weights=True) for kind in models}
+        if settings.compiled:
+            models["compiled, packed"].compile(ahead=False)
+    for kind, each in models.items():
+        if "ahead" in kind:
+            compile_ahead(each)
+            each.compile()
     model = models["eager"]
     ids = list(model.tokenizer(PROMPT)["input_ids"])
     n_tokens = settings.max_new_tokens
@@ -245,7 +257,7 @@ def main(settings: ProfileSettings) -> dict[str, Any]:
             models, [int(part) for part in settings.rows.split(",")], settings.rows_context, settings.repeats
         ),
         "contexts": by_context(models, contexts, settings.repeats),
-        "compile_seconds": getattr(models.get("compiled"), "compile_seconds", None),
+        "compile_seconds": {name: each.compile_seconds for name, each in models.items() if each.compiled is not None},
         "packing": {name: [m.packed.seconds, m.packed.n_bytes] for name, m in models.items() if m.packed is not None},
     }
     roofline = 1e3 * weights / found["copy_bytes_per_second"]

@@ -48,6 +48,8 @@ class Block:
     """Slots that attention looks at through a mask, of an aligned block; None for those up to its end."""
     padded: Block | None = None
     """The same with more tokens, where shapes must stand still."""
+    kernel_tables: dict[tuple[Any, ...], list[torch.Tensor]] = field(default_factory=dict)
+    """Tables and masks as kernels compiled ahead take them, by group of layers."""
 
 
 class Tables:
@@ -91,6 +93,10 @@ class Tables:
         if self._rotary is not None:
             arguments["position_embeddings"] = self._rotary_table(block, layer, hidden)
         return arguments
+
+    def group(self, layer: int) -> tuple[int | None, str]:
+        """Layers of one group are given the same arguments, where all are on one device."""
+        return self._windows[layer], self._rotary_types[layer]
 
     def padding_positions(self, start: int, end: int, device: torch.device) -> torch.Tensor:
         """Positions `start`..`end` of a padded block, `(1, token)`; padding stays within those that the model has."""

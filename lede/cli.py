@@ -70,6 +70,7 @@ COMMANDS: dict[str, Command] = {
     "verify": Command("lede.verifying", "VerifyConfig", "run_verify", "say whether texts are the plain model's"),
     "export": Command("lede.exporting", "ExportConfig", "export", "write a policy's network as ONNX"),
     "profile": Command("lede.profiling", "ProfileConfig", "profile", "measure what decoding costs on this machine"),
+    "compile": Command("lede.compiling", "CompileConfig", "run_compile", "compile a model's layers ahead of time"),
     "phrases": Command("lede.phrase_making", "PhrasesConfig", "make_phrases", "remember what other texts went on with"),
     "evaluate": Command("lede.evaluation", "EvaluateConfig", "evaluate", "say how fast policies would be, and why"),
     "bench": Command("lede.bench", "BenchConfig", "run_bench", "measure policies and rivals side by side"),

@@ -11,6 +11,7 @@ import torch
 
 from lede.cache import KVCache
 from lede.compiled_layers import ROW_BUCKETS, CompiledLayers
+from lede.kernels import Kernels, kernels_of
 
 if TYPE_CHECKING:
     from lede.models import EarlyExitModel
@@ -23,32 +24,49 @@ PROMPT, CAPACITY = 5, 128
 """Tokens of the trial, and slots of its cache."""
 
 
-def compile_layers(model: EarlyExitModel) -> bool:
+def compile_layers(model: EarlyExitModel, ahead: bool = True) -> bool:
     """Compile the layers of a model, and check them against eager ones on a short text.
 
-    Takes seconds. Where it does not work, for want of a C++ compiler or because a family can't be compiled, the model
-    runs eagerly as before, and a warning says why.
+    Takes seconds, or a fraction of one where all kernels were compiled ahead of time (`lede compile`). Where it does
+    not work, for want of a C++ compiler or because a family can't be compiled, the model runs eagerly as before, and a
+    warning says why.
+
+    Args:
+        model: The model.
+        ahead: Whether kernels that were compiled ahead of time are used where there are any.
 
     Returns:
         Whether the layers are compiled.
     """
     started = time.perf_counter()
     model.compiled = compiled = None
-    if model.places is not None:
-        reason = "accelerate's hooks move them or their input between devices"
-    else:
-        try:
-            compiled = CompiledLayers(model.tables, model.cache_argument, model.readout, _stand_still(model))
-            apart = _trial(model, compiled)
-            reason = "" if apart <= TOLERANCE.get(model.dtype, 0.0) else f"states differ by {apart:.1e} of the largest"
-        except Exception as error:  # whatever inductor, its C++ compiler or a CUDA graph may raise: eager runs go on
-            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    reason = "accelerate's hooks move them or their input between devices" if model.places is not None else ""
+    kernels = kernels_of(model) if ahead and not _stand_still(model) else None
+    if kernels is not None and not reason:
+        reason, compiled = _tried(model, kernels)
+        if reason:
+            warnings.warn(f"kernels that were compiled ahead are not used: {reason}", stacklevel=2)
+            reason, compiled = "", None
+    if compiled is None and not reason:
+        reason, compiled = _tried(model, None)
     if reason:
         warnings.warn(f"the layers could not be compiled and run eagerly: {reason}", stacklevel=2)
         return False
     model.compiled = compiled
     model.compile_seconds = time.perf_counter() - started
     return True
+
+
+def _tried(model: EarlyExitModel, kernels: Kernels | None) -> tuple[str, CompiledLayers | None]:
+    """Compiled layers that do what eager ones do, or else why there are none."""
+    try:
+        compiled = CompiledLayers(model.tables, model.cache_argument, model.readout, _stand_still(model), kernels)
+        apart = _trial(model, compiled)
+    except Exception as error:  # whatever inductor, its C++ compiler or a CUDA graph may raise: eager runs go on
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}", None
+    if apart > TOLERANCE.get(model.dtype, 0.0):
+        return f"states differ by {apart:.1e} of the largest", None
+    return "", compiled
 
 
 def _stand_still(model: EarlyExitModel) -> bool:

@@ -11,18 +11,19 @@ padding writes lies behind the block and is overwritten before anyone looks ther
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch._inductor.test_operators  # registers the operator by which inductor is told to store a value
 from torch import nn
 from torch.nn import functional
 
 from lede.blocks import MAX_ROWS, Block, Tables
 from lede.ends import Readout
+from lede.kernels import Kernels
 from lede.slot_pool import SlotPool
 
 ROW_BUCKETS = (1, 2, 4, 6, 8, 12, MAX_ROWS)
@@ -111,23 +112,44 @@ class CompiledLayers:
         cache_argument: What the layers call their cache.
         read: From states to logits.
         fixed: Whether shapes stand still, for CUDA graphs.
+        kernels: Kernels that were compiled ahead of time; None for none. What they don't run is compiled now.
     """
 
-    def __init__(self, tables: Tables, cache_argument: str, read: Readout, fixed: bool) -> None:
+    def __init__(
+        self, tables: Tables, cache_argument: str, read: Readout, fixed: bool, kernels: Kernels | None = None
+    ) -> None:
         self.fixed = fixed
+        self.kernels = kernels
         self._tables = tables
         self._cache_argument = cache_argument
         self._twins: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
-        # torch tells layers apart by what they are made of; its default of 8 variants is for smaller programs
-        torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
         self._graphs = fixed and torch.cuda.is_available()
-        mode = "reduce-overhead" if self._graphs else None
-        run: Any = _run_fixed if fixed else _run_open
-        self._layer = {rows: torch.compile(_own(run), dynamic=True, mode=mode) for rows in ROW_BUCKETS}
-        self._head = {rows: torch.compile(_own(_read), dynamic=True) for rows in ROW_BUCKETS}
         self._readout = read
         self.making = (MAX_ROWS, SLOT_BUCKET, SlotPool()) if fixed else (MAX_ROWS, 1, None)
         """How caches are made: spare slots, the multiple that slots come in, and where buffers come from."""
+
+    @functools.cached_property
+    def _layer(self) -> dict[int, Any]:
+        """Runs a layer, by rows; made when it is first needed, for the compiler is slow to import."""
+        import torch._inductor.test_operators  # registers the operator by which inductor is told to store a value
+
+        # torch tells layers apart by what they are made of; its default of 8 variants is for smaller programs
+        torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+        mode = "reduce-overhead" if self._graphs else None
+        run: Any = _run_fixed if self.fixed else _run_open
+        return {rows: torch.compile(_own(run), dynamic=True, mode=mode) for rows in ROW_BUCKETS}
+
+    @functools.cached_property
+    def _head(self) -> dict[int, Any]:
+        """The same for heads."""
+        import torch._inductor.test_operators
+
+        return {rows: torch.compile(_own(_read), dynamic=True) for rows in ROW_BUCKETS}
+
+    def renew(self) -> None:
+        """Notice weights that were replaced; called at the start of a text."""
+        if self.kernels is not None:
+            self.kernels.renew()
 
     def takes(self, block: Block, n_tokens: int) -> bool:
         """Whether a block of so many tokens can be run: a short one behind a prompt, all rows aligned."""
@@ -149,22 +171,26 @@ class CompiledLayers:
             block, hidden = self._padded(block, hidden, rows)
         if self._graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        run_layer = self._layer[rows]
         for i, layer in steps:
             arguments = self._tables.arguments(block, i, hidden)
             keys, values = cache.keys[i], cache.values[i]
             assert keys is not None, f"layer {i} has not seen the prompt"
             assert values is not None
-            # torch compiles anew for a 0 and a 1, which a window would pass in the midst of a text
-            where: tuple[Any, ...] = (start, cache.first_slot(i, start) + 2)
-            if self.fixed:
-                where = (block.positions[0], block.extent)
-                for buffer in (keys, values):
-                    if self._graphs and not hasattr(buffer, "_dynamo_static_input_type"):
-                        torch._dynamo.mark_static_address(buffer)
-            hidden, extended = run_layer(
-                self._twin(layer), hidden, arguments, self._cache_argument, keys, values, *where
-            )
+            first, found = cache.first_slot(i, start), None
+            if self.kernels is not None:
+                group = self._tables.group(i)
+                found = self.kernels.layer(layer, hidden, arguments, block, group, (keys, values), start, first)
+            if found is None:
+                # torch compiles anew for a 0 and a 1, which a window would pass in the midst of a text
+                where: tuple[Any, ...] = (start, first + 2)
+                if self.fixed:
+                    where = (block.positions[0], block.extent)
+                    for buffer in (keys, values):
+                        if self._graphs and not hasattr(buffer, "_dynamo_static_input_type"):
+                            torch._dynamo.mark_static_address(buffer)
+                twin = self._twin(layer)
+                found = self._layer[rows](twin, hidden, arguments, self._cache_argument, keys, values, *where)
+            hidden, extended = found
             if extended:
                 assert cache.lengths[i] == start, f"layer {i} holds {cache.lengths[i]}, not {start}"
                 cache.lengths[i] = end
@@ -176,7 +202,10 @@ class CompiledLayers:
         """Logits `(1, token, vocabulary)` of states `(1, token, width)`."""
         n_tokens = hidden.shape[1]
         rows = bucket(n_tokens)
-        logits: torch.Tensor = self._head[rows](self._readout, _pad(hidden, rows))
+        hidden = _pad(hidden, rows)
+        logits: torch.Tensor | None = None if self.kernels is None else self.kernels.head(hidden)
+        if logits is None:
+            logits = self._head[rows](self._readout, hidden)
         return logits if rows == n_tokens else logits[:, :n_tokens]
 
     def _twin(self, layer: nn.Module) -> nn.Module:

@@ -97,7 +97,7 @@ def fast_linear(
             out = out.reshape(*rows.shape[:-1], weight.shape[0])
             return out if bias is None else out + bias
     product: torch.Tensor
-    if weight.dtype not in PACKABLE or type(weight) not in (torch.Tensor, nn.Parameter) or _autocast():
+    if weight.dtype not in PACKABLE or not _is_plain(weight) or _autocast():
         product = functional.linear(rows, weight, bias)
     elif compiling and packed_number is not None:
         product = torch.ops.lede.packed_linear(rows, packed_number, weight, bias)
@@ -110,6 +110,11 @@ def fast_linear(
     else:
         product = _product(rows, weight, bias)
     return product
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Whether it is no tensor of its own kind, quantised for example; torch's export shows a stand-in."""
+    return torch.compiler.is_exporting() or type(weight) in (torch.Tensor, nn.Parameter)
 
 
 def _autocast() -> bool:

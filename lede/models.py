@@ -45,8 +45,6 @@ __all__ = [
 ]
 
 DEMO_FOLDER = Path(__file__).parent / "demo" / "model"
-
-
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
 
 
@@ -98,7 +96,7 @@ class EarlyExitModel:
         self.n_layers = len(layers)
         self._layers = layers
         self.steps = list(enumerate(layers))
-        self._sublayers = Sublayers(self.family, layers)
+        self.sublayers = Sublayers(self.family, layers)
         self.compiled: CompiledLayers | None = None
         types = getattr(self.config, "layer_types", None)
         window = getattr(self.config, "sliding_window", None)
@@ -123,6 +121,8 @@ class EarlyExitModel:
         if self._snapshot.fits(self.hf_model):
             if self.packed is not None and self.packed.renew():
                 self.revision += 1
+            if self.compiled is not None:
+                self.compiled.renew()
             return
         if self.compiled is not None:
             warnings.warn(
@@ -226,18 +226,18 @@ class EarlyExitModel:
         place = Place(span or index, index[:, None], slots, lowest, extent)
         return Block(places, cache, lowest if aligned else None, place)
 
-    def compile(self) -> bool:
+    def compile(self, ahead: bool = True) -> bool:
         """Compile the layers for the few rows of decoding, in seconds; what they say differs by rounding only.
 
-        On the CPU inductor needs a C++ compiler; on a GPU each layer becomes a CUDA graph. Where it does not work the
-        model runs eagerly as before, and a warning says why.
+        On the CPU inductor needs a C++ compiler, unless `lede compile` was run before and `ahead` says to use that; on
+        a GPU each layer becomes a CUDA graph. Where it does not work the model runs eagerly, and a warning says why.
 
         Returns:
             Whether the layers are compiled; `compile_seconds` says how long it took.
         """
-        from lede.compilation import compile_layers  # torch's compiler is slow to import
+        from lede.compilation import compile_layers
 
-        return compile_layers(self)
+        return compile_layers(self, ahead)
 
     def pack_weights(self) -> bool:
         """Pack the weights for products of few rows: float32 or bfloat16 on the CPU, for as much memory again.
@@ -273,7 +273,7 @@ class EarlyExitModel:
             ValueError: The plan doesn't fit the model.
             UnsupportedModelError: The layers can't be run in part.
         """
-        return self._run(hidden, self._sublayers.skipping(plan), block)
+        return self._run(hidden, self.sublayers.skipping(plan), block)
 
     def run_recording(self, hidden: torch.Tensor, block: Block, record: Record) -> torch.Tensor:
         """Hidden states after all layers, `(row, token, width)`; `record` sees what each sublayer adds to them.
@@ -281,11 +281,11 @@ class EarlyExitModel:
         Raises:
             UnsupportedModelError: The layers can't be run in part.
         """
-        return self.run_eagerly(hidden, self._sublayers.recording(record), block)
+        return self.run_eagerly(hidden, self.sublayers.recording(record), block)
 
     def check_sublayers(self) -> None:
         """Raise UnsupportedModelError when `run_skipping` and `run_recording` can't run this model's layers."""
-        self._sublayers.check()
+        self.sublayers.check()
 
     def _run(self, hidden: torch.Tensor, steps: Iterable[tuple[int, nn.Module]], block: Block) -> torch.Tensor:
         """States after these layers, each given with its place in the stack."""

@@ -72,7 +72,7 @@ def test_plans_take_turns() -> None:
 
 def test_the_last_few_plans_are_kept() -> None:
     """By what they leave out, not by which object says so; the oldest goes when there are too many."""
-    layers = load_model((tiny_hf_model("llama"), None))._sublayers  # one that no other test has asked
+    layers = load_model((tiny_hf_model("llama"), None)).sublayers  # one that no other test has asked
     steps = layers.skipping(plan({3}, set()))
     assert layers.skipping(plan({3}, set())) is steps
     for layer in (2, 3, 4):

@@ -1,0 +1,197 @@
+"""What the code of a compiled layer depends on, and what it is given anew at every call.
+
+Code that was compiled for one layer runs every layer that is made alike: of the same classes from the same files, with
+the same settings, and weights of the same shapes. Their numbers are arguments of the code, not part of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import hashlib
+import json
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from lede.ends import Readout
+from lede.snapshot import own_forward
+
+PACKED = ("packed", "packed_number")
+"""What packing leaves on a linear layer; the number is an argument of compiled code."""
+NUMBER = "layer_idx"
+"""The place of a layer, which only tells a cache where to write."""
+
+UNUSED = frozenset(
+    (
+        *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "tie_word_embeddings"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "num_hidden_layers"),
+    )
+)
+"""Settings of a config that no layer computes with; of dtypes the weights tell."""
+
+_OWN = frozenset(vars(nn.Module()))
+
+
+class UnknownPartError(ValueError):
+    """A layer holds something of which it can't be said what code depends on."""
+
+
+class Head(nn.Module):
+    """A readout as a module, so that it is taken apart like a layer.
+
+    Args:
+        readout: From states to logits.
+    """
+
+    def __init__(self, readout: Readout) -> None:
+        super().__init__()
+        for name, value in vars(readout).items():
+            setattr(self, name, value)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits `(1, token, vocabulary)` of states `(1, token, width)`."""
+        return Readout.__call__(self, hidden)  # type: ignore[arg-type]  # it has the readout's parts, by their names
+
+
+class KernelSource:
+    """A layer, or a head, as its code sees it.
+
+    Args:
+        module: It.
+
+    Attributes:
+        text: Everything that the code depends on, but for the kind of machine and the versions of packages.
+
+    Raises:
+        UnknownPartError: It has hooks, a replaced forward, or settings whose meaning is not known.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._configs: dict[int, str] = {}
+        lines = list(self._describe(module, ""))
+        self._looks = [_look(tensor) for tensor in self.tensors()]
+        self.text = "\n".join((*lines, *map(repr, self._looks)))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The weights as they are now, in an order that layers made alike share."""
+        return [place[name] for place, name in self._slots]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are plain tensors on the CPU, as kernels read them."""
+        return all(look[0] and look[-1].type == "cpu" for look in self._looks)
+
+    def place(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let a skeleton compute with these tensors."""
+        for (place, name), tensor in zip(self._slots, tensors, strict=True):
+            place[name] = tensor
+
+    def fits(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether weights look as those that the source was made of."""
+        return [_look(tensor) for tensor in tensors] == self._looks
+
+    def skeleton(self) -> nn.Module:
+        """A copy with the same parts and settings, whose weights have no numbers."""
+        return _skeleton(self._module)
+
+    def _describe(self, module: nn.Module, path: str) -> Iterator[str]:
+        if own_forward(module) is not None or "_hf_hook" in vars(module):
+            raise UnknownPartError(f"{path or 'the layer'} has a forward of its own")
+        if any(getattr(module, hooks) for hooks in vars(module) if hooks.endswith("_hooks")):
+            raise UnknownPartError(f"{path or 'the layer'} has hooks")
+        yield f"{path}: {_named(type(module))}, {_file_digest(type(module).__module__)}"
+        for name, value in sorted(vars(module).items()):
+            if name not in _OWN and name not in (*PACKED, NUMBER, "forward"):
+                yield f"{path}.{name} = {self._say(value, f'{path}.{name}')}"
+        yield f"{path}.training = {module.training}"
+        for place in (module._parameters, module._buffers):
+            for name, tensor in place.items():
+                yield f"{path}.{name} is {'nothing' if tensor is None else 'a tensor'}"
+                if tensor is not None:
+                    self._slots.append((place, name))
+        if vars(module).get("packed_number") is not None:
+            yield f"{path} is packed"
+            self._slots.append((vars(module), "packed_number"))
+        for name, part in module._modules.items():
+            if part is None:
+                yield f"{path}.{name} is nothing"
+            else:
+                yield from self._describe(part, f"{path}.{name}")
+
+    def _say(self, value: Any, path: str) -> str:
+        """A setting in words; equal words mean equal code."""
+        if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, enum.Enum)):
+            return repr(value)
+        if isinstance(value, (tuple, list)):
+            return f"[{', '.join(self._say(each, path) for each in value)}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{key!r}: {self._say(each, path)}' for key, each in value.items())}}}"
+        if isinstance(value, PretrainedConfig):
+            if id(value) not in self._configs:
+                self._configs[id(value)] = f"{_named(type(value))} {_settings(value)}"
+            return self._configs[id(value)]
+        if isinstance(value, functools.partial):
+            return f"{self._say(value.func, path)} of {self._say([value.args, value.keywords], path)}"
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) and "<" not in value.__qualname__:
+            return f"{_named(value)}, {_file_digest(value.__module__)}"
+        raise UnknownPartError(f"{path} is a {type(value).__name__}, of which it is not known what code makes of it")
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.device,
+    )
+
+
+def _named(value: type | Callable[..., Any]) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _settings(config: PretrainedConfig) -> str:
+    told = {**config.to_dict(), "attention": getattr(config, "_attn_implementation", None)}
+    told = {name: value for name, value in told.items() if name not in UNUSED}
+    return json.dumps(told, sort_keys=True, default=repr)
+
+
+@functools.cache
+def _file_digest(module: str | None) -> str:
+    """Of the file that a class or function comes from; empty where it comes from none."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file and Path(file).is_file() else ""
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    twin = copy.copy(module)
+    own = vars(twin)
+    own.pop("forward", None)  # of the class, but bound to the module itself
+    twin._modules = {name: part if part is None else _skeleton(part) for name, part in module._modules.items()}
+    twin._parameters = {
+        name: tensor if tensor is None else nn.Parameter(numberless(tensor), requires_grad=False)
+        for name, tensor in module._parameters.items()
+    }
+    twin._buffers = {name: tensor if tensor is None else numberless(tensor) for name, tensor in module._buffers.items()}
+    own.pop("packed", None)
+    if own.get("packed_number") is not None:
+        own["packed_number"] = numberless(own["packed_number"])
+    if isinstance(own.get(NUMBER), int):
+        own[NUMBER] = 0
+    return twin
+
+
+def numberless(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that looks the same and has no numbers."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -1,0 +1,180 @@
+"""Running layers by kernels that were compiled ahead of time.
+
+A call costs what the kernel costs: torch's compiler is not in this process, and nothing is checked from call to call.
+What would have to be checked is looked at when a layer is first seen, and again at the start of each text.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from lede.blocks import Block, attention_of
+from lede.kernel_inputs import ALIKE, MASK, Arguments, tensors_in, told_inputs
+from lede.kernel_source import Head, KernelSource, UnknownPartError
+from lede.kernel_store import KernelNote, kernel_key, kernels_folder, note_of, package_of
+
+if TYPE_CHECKING:
+    from lede.models import EarlyExitModel
+
+
+@dataclass
+class Kernel:
+    """A kernel in memory."""
+
+    note: KernelNote
+    """What is known of it."""
+    runner: Any
+    """torch's."""
+
+    def __call__(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """What it computes of its inputs; the list is emptied."""
+        out: torch.Tensor = self.runner.boxed_run(inputs)[0]
+        return out
+
+
+@dataclass
+class _Fitted:
+    """A layer or head as kernels run it."""
+
+    source: KernelSource | None
+    """Where its weights are; None where it is of no use."""
+    weights: list[torch.Tensor] = field(default_factory=list)
+    """They, as they were at the start of the text."""
+    kernels: dict[tuple[int, bool], Kernel | None] = field(default_factory=dict)
+    """Its kernels by rows, and by whether there is a mask; None where there is none."""
+
+
+class Kernels:
+    """The kernels that fit a model.
+
+    Args:
+        model: The model, on the CPU.
+    """
+
+    def __init__(self, model: EarlyExitModel) -> None:
+        self._config, self._dtype = model.config, model.dtype
+        self._attention = model.attention
+        self._fitted: WeakKeyDictionary[nn.Module, _Fitted] = WeakKeyDictionary()
+        self._loaded: dict[str, Kernel | None] = {}
+        self._length = torch.empty(1, dtype=torch.uint8)
+        self._head = Head(model.readout)
+
+    @property
+    def n_loaded(self) -> int:
+        """Kernels in memory."""
+        return sum(kernel is not None for kernel in self._loaded.values())
+
+    def renew(self) -> None:
+        """Take the weights as they are now; called at the start of a text."""
+        if attention_of(self._config) != self._attention:
+            self._attention = attention_of(self._config)
+            self._fitted = WeakKeyDictionary()
+        for module, fitted in list(self._fitted.items()):
+            if fitted.source is None:
+                continue
+            weights = fitted.source.tensors()
+            if fitted.source.fits(weights):
+                fitted.weights = weights
+            else:
+                del self._fitted[module]
+
+    def layer(
+        self,
+        layer: nn.Module,
+        hidden: torch.Tensor,
+        arguments: Arguments,
+        block: Block,
+        group: tuple[Any, ...],
+        slots: tuple[torch.Tensor, torch.Tensor],
+        start: int,
+        first: int,
+    ) -> tuple[torch.Tensor, bool] | None:
+        """States `(1, token, width)` after a layer, and whether it extended the cache; None where there is no kernel.
+
+        Args:
+            layer: It.
+            hidden: States before it, `(1, token, width)`.
+            arguments: What it is given beside them.
+            block: Where the tokens sit.
+            group: Layers of one group are given the same arguments.
+            slots: Its keys and values.
+            start: Where the block's go.
+            first: The first slot that is seen.
+        """
+        fitted = self._fitted.get(layer) or self._fit(layer)
+        if fitted.source is None or hidden.dtype is not self._dtype or hidden.shape[0] != 1:
+            return None
+        which = (hidden.shape[1], arguments[MASK] is not None)
+        if which not in fitted.kernels:
+            fitted.kernels[which] = self._load(kernel_name(fitted.source, hidden, arguments, slots[0]))
+        kernel = fitted.kernels[which]
+        if kernel is None or torch.is_grad_enabled():
+            return None
+        tables = block.kernel_tables.get(group)
+        if tables is None:
+            tables = block.kernel_tables[group] = [tensor.contiguous() for tensor in tensors_in(arguments)]
+        places = (self._length.expand(start + ALIKE), self._length.expand(first + ALIKE))
+        return kernel([hidden.contiguous(), *places, *slots, *tables, *fitted.weights]), kernel.note.extends
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits `(1, token, vocabulary)` of states `(1, token, width)`; None where there is no kernel."""
+        fitted = self._fitted.get(self._head) or self._fit(self._head)
+        if fitted.source is None or hidden.dtype is not self._dtype or hidden.shape[0] != 1:
+            return None
+        which = (hidden.shape[1], False)
+        if which not in fitted.kernels:
+            fitted.kernels[which] = self._load(kernel_name(fitted.source, hidden, None, None))
+        kernel = fitted.kernels[which]
+        if kernel is None or torch.is_grad_enabled():
+            return None
+        return kernel([hidden.contiguous(), *fitted.weights])
+
+    def _fit(self, module: nn.Module) -> _Fitted:
+        try:
+            source = KernelSource(module)
+            fitted = _Fitted(source, source.tensors()) if source.is_plain else _Fitted(None)
+        except UnknownPartError:
+            fitted = _Fitted(None)
+        self._fitted[module] = fitted
+        return fitted
+
+    def _load(self, key: str) -> Kernel | None:
+        if key not in self._loaded:
+            note = note_of(key)
+            runner = None if note is None else _runner(str(package_of(key)))
+            self._loaded[key] = None if note is None or runner is None else Kernel(note, runner)
+        return self._loaded[key]
+
+
+def kernel_name(
+    source: KernelSource, hidden: torch.Tensor, arguments: Arguments | None, slots: torch.Tensor | None
+) -> str:
+    """The name of the kernel for a layer (or head: no arguments, no slots) and such inputs."""
+    return kernel_key(source.text, told_inputs(hidden, arguments, slots))
+
+
+def kernels_of(model: EarlyExitModel) -> Kernels | None:
+    """The kernels for a model; None where there can be none: not on the CPU, without torch's loader or a folder."""
+    if model.device.type != "cpu" or model.places is not None or _loader() is None or not kernels_folder().is_dir():
+        return None
+    return Kernels(model)
+
+
+@functools.cache
+def _loader() -> Any:
+    """The loader of packages in torch, which is private; None where it is gone."""
+    return getattr(getattr(torch._C, "_aoti", None), "AOTIModelPackageLoader", None)
+
+
+def _runner(file: str) -> Any:
+    """What runs the code of a package; None where it can't be loaded."""
+    try:
+        return _loader()(file, "model", False, 1, -1)
+    except (RuntimeError, OSError):
+        return None

@@ -1,0 +1,226 @@
+"""Kernels that were compiled ahead of time: found again, exact, and given up where they don't fit any more."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lede import compilation, compiled_layers, models
+from lede.cli import main
+from lede.compiling import compile_ahead
+from lede.generation import generate
+from lede.kernel_store import FOLDER_VARIABLE, KernelNote, kernel_key, note_bytes, note_of, package_of
+from lede.models import EarlyExitModel, load_model
+from lede.policies import parse_policy
+from tests.exactness import is_exact
+from tests.tiny_models import plain_generate, prompt, tiny_hf_model
+
+ROWS = (4,)
+"""One row is padded to four; slow tests compile for one as well."""
+POLICIES = (
+    None,
+    "static:exit_layer=2;draft_length=3",
+    "random:seed=3;gap_probability=0",
+    "lookup:draft_length=3;max_suffix=1",
+)
+GAPS = "random:seed=4;skip_probability=0;blind_probability=0;gap_probability=0.9"
+
+pytestmark = pytest.mark.filterwarnings(
+    # raised by torch's compiler about itself, while it compiles
+    "ignore::DeprecationWarning:torch",
+    "ignore::FutureWarning:torch",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def few_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One number of rows instead of seven, longer blocks being run eagerly; kernels of this module's own."""
+    use_rows(monkeypatch, ROWS)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    yield
+    torch._dynamo.reset()
+
+
+def use_rows(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]) -> None:
+    for module in (compiled_layers, compilation):
+        monkeypatch.setattr(module, "ROW_BUCKETS", rows)
+    for module in (compiled_layers, models):
+        monkeypatch.setattr(module, "MAX_ROWS", rows[-1])
+
+
+def compiled(family: str, dtype: torch.dtype = torch.float64, gaps: bool = False, packed: bool = False) -> Any:
+    """A model and its kernels, which are compiled where they are not there yet."""
+    model = load_model((tiny_hf_model(family, dtype), None), pack_weights=packed)
+    report = compile_ahead(model, compiled_layers.ROW_BUCKETS, gaps)
+    assert not report.failed
+    assert model.compile()
+    assert model.compiled is not None
+    return model, report
+
+
+def check_exact(model: EarlyExitModel, policies: tuple[str | None, ...] = POLICIES) -> None:
+    for seed, policy in enumerate(policies):
+        ids = prompt(seed, 9)
+        parsed = None if policy is None else parse_policy(policy)
+        out = generate(model, input_ids=ids, policy=parsed, max_new_tokens=24)
+        is_exact(model, ids, out.sequences[0, len(ids) :].tolist(), plain_generate(model, ids, 24))
+
+
+def runs_ahead(model: EarlyExitModel) -> bool:
+    """Whether nothing was compiled in this process."""
+    compiled = model.compiled
+    return compiled is not None and not {"_layer", "_head"} & set(vars(compiled))
+
+
+def test_the_text_is_the_plain_model_s(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, report = compiled("llama")
+    assert report.compiled + report.found == 2, "a kind of layer, and the head"
+    assert model.compiled.kernels.n_loaded == 2
+    check_exact(model)
+    assert generate(model, input_ids=[7], max_new_tokens=6).sequences.shape == (1, 7), "a prompt of a single token"
+    assert runs_ahead(model)
+    again = compile_ahead(model, ROWS)
+    assert (again.compiled, again.found) == (0, 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)  # kernels are made for a number of threads
+    other = load_model((tiny_hf_model("llama"), None))
+    assert other.compile()
+    assert not runs_ahead(other)
+
+
+def test_other_weights_are_seen_and_ones_that_do_not_fit_are_not_read() -> None:
+    model, _ = compiled("llama")
+    hf_model, ids = model.hf_model, prompt(1, 6)
+
+    def text() -> list[int]:
+        found: list[int] = generate(model, input_ids=ids, max_new_tokens=12).sequences[0, 6:].tolist()
+        assert is_exact(model, ids, found, plain_generate(model, ids, 12))
+        return found
+
+    before = text()
+    mlp = hf_model.model.layers[0].mlp
+    mlp.down_proj.weight = nn.Parameter(-3 * mlp.down_proj.weight.detach())
+    assert text() != before, "a parameter that was replaced"
+    assert runs_ahead(model)
+    changed = text()
+    mlp.up_proj.weight.data = mlp.up_proj.weight.data.flip(0)
+    assert text() != changed, "numbers that were replaced in place"
+    assert runs_ahead(model)
+    mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.detach().t().contiguous().t())  # no kernel for this order
+    text()
+    assert not runs_ahead(model)
+
+
+def test_other_attention_has_other_kernels() -> None:
+    model, _ = compiled("llama")
+    model.hf_model.set_attn_implementation("eager")
+    check_exact(model, POLICIES[:2])
+    assert not runs_ahead(model)
+
+
+def test_gradients_are_not_lost() -> None:
+    model, _ = compiled("llama")
+    cache = model.new_cache(12)
+    with torch.no_grad():
+        block = model.block(cache, 0, 4)
+        model.run_layers(model.embed(torch.tensor([[1, 2, 3, 4]]), block), 0, 6, block)
+    hidden = torch.randn(1, 4, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    assert model.compiled.kernels.head(hidden) is None
+    with torch.no_grad():
+        assert model.compiled.kernels.head(hidden) is not None
+
+
+def test_a_kernel_that_is_damaged_or_wrong_is_not_trusted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = compiled("llama")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    heads = [f.with_suffix(".pt2") for f in tmp_path.glob("*.json") if "head" in f.read_text(encoding="utf-8")]
+    layers = [f.with_suffix(".pt2") for f in tmp_path.glob("*.json") if "Layer" in f.read_text(encoding="utf-8")]
+    layers[0].write_bytes(b"no package")
+    other = load_model((model.hf_model, None))
+    assert other.compile()
+    assert not runs_ahead(other), "what can't be loaded is compiled now"
+    assert load_model((model.hf_model, None)).compile(ahead=False)
+    layers[0].write_bytes(heads[0].read_bytes())
+    other = load_model((model.hf_model, None))
+    with pytest.warns(UserWarning, match="compiled ahead are not used"):
+        assert other.compile()
+    assert other.compiled is not None
+    assert other.compiled.kernels is None
+    check_exact(other, POLICIES[:2])
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = compiled("llama")
+    monkeypatch.setattr("lede.compiling.load_model", lambda *args, **settings: model)
+    assert main(["compile", "--rows", "4"]) == 0
+    assert "0 kernels compiled in 0 s, 2 were there" in capsys.readouterr().out
+    monkeypatch.setattr("lede.kernels._loader", lambda: None)
+    assert main(["compile"]) == 2
+    assert "this torch can't load kernels" in capsys.readouterr().err
+
+
+def test_layers_that_no_kernel_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_model = tiny_hf_model("llama")
+    hf_model.model.layers[0].mlp.secret = object()
+    model = load_model((hf_model, None))
+    monkeypatch.setattr("lede.compiling.load_model", lambda *args, **settings: model)
+    assert main(["compile"]) == 2
+    error = capsys.readouterr().err
+    assert "can't be compiled ahead of time: .mlp.secret is a object" in error
+    assert "--compile compiles them anew" in error
+
+
+def test_what_fails_to_compile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model((tiny_hf_model("llama", torch.bfloat16), None))
+    monkeypatch.setattr(sys, "executable", "/bin/false" if Path("/bin/false").exists() else "false")
+    report = compile_ahead(model, (1,))
+    assert report.compiled == 0
+    assert set(report.failed.values()) == {"its compiler died"}
+
+
+def test_a_note_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    note, key = KernelNote("a layer", True, 1.5), kernel_key("source", "inputs")
+    assert key != kernel_key("source", "other inputs")
+    package_of(key).write_bytes(b"code")
+    assert note_of(key) is None
+    package_of(key).with_suffix(".json").write_bytes(note_bytes(note))
+    assert note_of(key) == note
+    package_of(key).unlink()
+    assert note_of(key) is None
+    package_of(key).with_suffix(".json").write_text("{")
+    assert note_of(key) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "mixtral", "smollm3"]
+)
+def test_the_text_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_rows(monkeypatch, (1, 4))
+    model, _ = compiled(family, gaps=family != "gpt_neox")
+    check_exact(model, POLICIES if family == "gpt_neox" else (*POLICIES, GAPS))
+    assert runs_ahead(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "packed"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_other_weights(dtype: torch.dtype, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_rows(monkeypatch, (1, 4))
+    model, _ = compiled("mistral", dtype, packed=packed)
+    assert runs_ahead(model)
+    check_exact(model)
