@@ -6,9 +6,14 @@ Everything runs the same prompts on the same model in one process. Parts take tu
 its own, and a figure is the median over repetitions of a ratio within one. On a machine that others use, `--clock cpu`
 counts the process's own seconds; storage is always by the wall, since it waits for the disk.
 
-A transition is one decision of `lede/LayerExit-v0`. Three counts of what the teacher yields are told apart: one episode
-a token under uniform exits, like those that the environment is stepped through; both outcomes, continue and exit, of
-every decision that the traces hold; and the same with every layer as a candidate, on both sides.
+Bare generation and the pass are done by lede's engine and by transformers' own `generate` and forward. A pass reads the
+last head alone, as one does who wants logits, or every head, as the teacher must.
+
+A transition is one decision of `lede/LayerExit-v0`. What the teacher yields is counted in three ways: one episode a
+token under uniform exits, like those that the environment is stepped through; both outcomes, continue and exit, of
+every decision that the traces hold; and the steps that would show these outcomes in the environment, one episode for
+each exit and one without. The last two also with every layer as a candidate, on both sides. Beside them stands the most
+that the first count could be: the products that a token takes, all heads read, as fast as this machine multiplies.
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.collection_baselines import Baselines
+from benchmarks.collection_bound import multiply_adds, multiply_adds_a_second, steps_for_every_outcome
 from lede.buffers import PromptTrace, StoreSettings, StoreWriter, prompts_digest, replay
 from lede.buffers.columns import transition_bytes
 from lede.collectors import BranchRules, collect_teacher
@@ -36,9 +43,11 @@ from lede.collectors.rollout import NumberedPrompt
 from lede.environment import environment
 from lede.envs import LayerExitEnv, Rules
 from lede.features import parse_candidates
-from lede.generation import generate
 from lede.models import EarlyExitModel, load_model
 from lede.prompts import DEFAULT_PROMPTS, load_prompts
+
+SHARD = 32
+"""Prompts a shard, as `lede collect` has it."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,8 @@ class CollectionConfig:
     """Prompts that share forward passes; a prompt is used again where there are fewer."""
     max_new_tokens: int = 64
     """New tokens of every text."""
-    env_tokens: int = 12
-    """Tokens that the environment is stepped through, one decision after another."""
+    env_tokens: int = 48
+    """Tokens that the environment is stepped through, one decision after another; 0 leaves it out."""
     repeats: int = 5
     """Timed repetitions, after one that is not counted."""
     clock: Literal["wall", "cpu"] = "wall"
@@ -65,6 +74,8 @@ class CollectionConfig:
     """Device of the model."""
     dtype: str | None = None
     """Of its weights."""
+    pack_weights: bool = False
+    """Pack the weights for lede's engine; transformers reads them as they are."""
     seed: int = 0
     """Seed of the turns and of the decisions."""
     out: Path | None = None
@@ -79,47 +90,37 @@ class Collection:
         self.prompts: list[NumberedPrompt] = list(enumerate(rows))
         self.rules = Rules(parse_candidates(None, model.n_layers), config.max_new_tokens)
         self.traces = self._teach(None)
+        texts = [[*ids, *trace.token_ids.tolist()] for ids, trace in zip(rows, self.traces, strict=True)]
+        self.baselines = Baselines(model, rows, texts)
         self.storage_shares: list[float] = []
         self.parts: dict[str, Callable[[], int]] = {
-            "generate": self.generate,
-            "forward": lambda: self.forward(every_layer=False),
-            "forward, every head": lambda: self.forward(every_layer=True),
+            "generate": self.baselines.generate,
+            "forward": lambda: self.baselines.forward(every_layer=False),
+            "forward, every head": lambda: self.baselines.forward(every_layer=True),
+            "transformers, generate": self.baselines.transformers_generate,
+            "transformers, forward": self.baselines.transformers_forward,
             "teacher": lambda: self.n_new(self._teach(None)),
             "teacher, branches": lambda: self.n_new(self._teach(BranchRules())),
             "teacher, stored": self.store,
-            "teacher, played": self.play,
-            "environment": lambda: self.step(None),
-            "environment, all layers": lambda: self.step("all"),
         }
-
-    def generate(self) -> int:
-        """Write the texts and nothing else."""
-        ids = [list(ids) for _, ids in self.prompts]
-        outputs = generate(self.model, input_ids=ids, max_new_tokens=self.config.max_new_tokens, eos_token_id=())
-        return sum(out.sequences.shape[1] - len(row) for out, row in zip(outputs, ids, strict=True))
-
-    @torch.inference_mode()
-    def forward(self, every_layer: bool) -> int:
-        """One teacher-forced pass over the texts; logits of the new tokens at the last layer, or at every layer."""
-        model = self.model
-        texts = [[*trace.prompt_ids.tolist(), *trace.token_ids.tolist()] for trace in self.traces]
-        width, first = max(map(len, texts)), min(len(trace.prompt_ids) for trace in self.traces)
-        padded = torch.tensor([[*text, *[text[-1]] * (width - len(text))] for text in texts], device=model.device)
-        block = model.block(model.new_cache(width, len(texts)), 0, width)
-        hidden = model.embed(padded, block)
-        for layer in range(model.n_layers):
-            hidden = model.run_layers(hidden, layer, layer + 1, block)
-            if every_layer or layer == model.n_layers - 1:
-                for part in torch.split(hidden[:, first:].flatten(0, 1), 512):  # as much at once as the caches hold
-                    model.head(part[None])
-        return self.n_new(self.traces)
+        if config.env_tokens:
+            self.parts |= {
+                "teacher, played": self.play,
+                "environment": lambda: self.step(None),
+                "environment, all layers": lambda: self.step("all"),
+            }
 
     def store(self) -> int:
-        """The teacher, its traces into a store; notes the share of the wall-clock that storage took."""
+        """The teacher, batch after batch until a shard is full, and the traces into a store; returns new tokens.
+
+        Notes the share of the wall-clock that storage took.
+        """
         start, spent = time.perf_counter(), 0.0
+        n_batches = -(-SHARD // len(self.prompts))
+        prompts = [(i, self.prompts[i % len(self.prompts)][1]) for i in range(n_batches * len(self.prompts))]
         with tempfile.TemporaryDirectory() as folder:
-            writer = StoreWriter.open(Path(folder) / "traces.zarr", self.settings("traces"))
-            for trace in collect_teacher(self.model, self.prompts, self.rules, 0, self.config.batch_size):
+            writer = StoreWriter.open(Path(folder) / "traces.zarr", self.settings("traces"), shard_prompts=SHARD)
+            for trace in collect_teacher(self.model, prompts, self.rules, 0, self.config.batch_size):
                 begun = time.perf_counter()
                 writer.add(trace)
                 spent += time.perf_counter() - begun
@@ -127,7 +128,7 @@ class Collection:
             writer.close()
             spent += time.perf_counter() - begun
             self.storage_shares.append(spent / (time.perf_counter() - start))
-        return self.n_new(self.traces)
+        return n_batches * self.n_new(self.traces)
 
     def play(self) -> int:
         """The teacher, and one episode a token under uniform exits from its traces; returns transitions."""
@@ -196,32 +197,49 @@ def measure(collection: Collection) -> dict[str, dict[str, Any]]:
 def figures(collection: Collection, found: dict[str, dict[str, Any]]) -> dict[str, float]:
     """What decides, each the median over repetitions of a ratio within one."""
     seconds = {name: each["seconds"] for name, each in found.items()}
-    rules, n_layers = collection.rules, collection.model.n_layers
-    decided = sum(trace.n_decided for trace in collection.traces)
 
     def against(*parts: str) -> float:
         rows = zip(*(seconds[part] for part in (*parts, "teacher")), strict=True)
         return float(statistics.median(sum(row[:-1]) / row[-1] for row in rows))
 
-    def over_env(teacher: str, transitions: int, environment: str) -> float:
-        rows = zip(seconds[teacher], seconds[environment], strict=True)
-        return float(statistics.median(transitions / a / (found[environment]["yield"] / b) for a, b in rows))
-
-    return {
+    told = {
         "teacher over generate + forward with every head": against("generate", "forward, every head"),
         "teacher over generate + forward with the last head": against("generate", "forward"),
+        "teacher over transformers' generate + forward": against("transformers, generate", "transformers, forward"),
         "storage share": statistics.median(collection.storage_shares),
-        "transitions/s over the environment, one episode a token": over_env(
-            "teacher, played", found["teacher, played"]["yield"], "environment"
-        ),
-        "transitions/s over the environment, both outcomes": over_env(
-            "teacher", 2 * len(rules.candidates) * decided, "environment"
-        ),
-        "transitions/s over the environment, both outcomes, all layers": over_env(
-            "teacher", 2 * (n_layers - 1) * decided, "environment, all layers"
-        ),
         "bytes per transition, rollouts": transition_bytes(collection.settings("transitions")),
         "bytes per transition, traces": transition_bytes(collection.settings("traces")),
+    }
+    return told | _over_environment(collection, found) if "environment" in found else told
+
+
+def _over_environment(collection: Collection, found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Transitions a second of the teacher over those of the environment, by each count."""
+    model, n_candidates, n_layers = collection.model, len(collection.rules.candidates), collection.model.n_layers
+    decided = sum(trace.n_decided for trace in collection.traces)
+    played = found["teacher, played"]["yield"]
+
+    def over(teacher: str, transitions: int, environment: str) -> float:
+        rows = zip(found[teacher]["seconds"], found[environment]["seconds"], strict=True)
+        return float(statistics.median(transitions / a / (found[environment]["yield"] / b) for a, b in rows))
+
+    by = "transitions/s over the environment"
+    products, speed = multiply_adds(model), multiply_adds_a_second(model)
+    most = played / collection.baselines.n_new * speed / products
+    step = statistics.median(found["environment"]["seconds"]) / found["environment"]["yield"]
+    return {
+        f"{by}, one episode a token": over("teacher, played", played, "environment"),
+        f"{by}, both outcomes": over("teacher", 2 * n_candidates * decided, "environment"),
+        f"{by}, both outcomes, all layers": over("teacher", 2 * (n_layers - 1) * decided, "environment, all layers"),
+        f"{by}, steps for both outcomes": over(
+            "teacher", steps_for_every_outcome(n_candidates) * decided, "environment"
+        ),
+        f"{by}, steps for both outcomes, all layers": over(
+            "teacher", steps_for_every_outcome(n_layers - 1) * decided, "environment, all layers"
+        ),
+        "multiply-adds a token, every head": products,
+        "multiply-adds/s of the machine": speed,
+        f"{by}, one episode a token, the most that arithmetic allows": most * step,
     }
 
 
@@ -234,7 +252,7 @@ def main(config: CollectionConfig) -> None:
     """Measure and print, and write the seconds where they are wanted."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = load_model(config.model, device=config.device, dtype=config.dtype)
+    model = load_model(config.model, device=config.device, dtype=config.dtype, pack_weights=config.pack_weights)
     if model.hf_model.generation_config is not None:
         model.hf_model.generation_config.eos_token_id = None  # every text has the same length
     texts = [p.text for p in load_prompts(config.prompts)] if config.prompts is not None else list(DEFAULT_PROMPTS)
@@ -249,7 +267,7 @@ def main(config: CollectionConfig) -> None:
     console = Console()
     console.print(shown)
     for name, value in told.items():
-        console.print(f"{name}: {value:.4g}", highlight=False)
+        console.print(f"{name}: {value:.4g}", highlight=False, soft_wrap=True)
     if config.out is not None:
         config.out.parent.mkdir(parents=True, exist_ok=True)
         settings = {**asdict(config), "prompts": config.prompts and str(config.prompts), "out": str(config.out)}

@@ -50,7 +50,8 @@ def collect(config: CollectConfig, model: EarlyExitModel | None = None, prompts:
 def _collect_alone(
     config: CollectConfig, model: EarlyExitModel | None, prompts: PromptSource | None, console: Console
 ) -> None:
-    model = load_model(config.model, config.device, config.dtype) if model is None else model
+    if model is None:
+        model = load_model(config.model, config.device, config.dtype, pack_weights=config.pack_weights)
     plan = Plan.make(config, model, prompts_of(config) if prompts is None else prompts)
     sitting = Sitting(config.out)
     writer = StoreWriter.open(config.out, plan.settings, shard_prompts=config.shard_prompts)

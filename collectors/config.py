@@ -82,6 +82,9 @@ class CollectConfig:
     """Device of the model, such as cuda; the CPU unless given. Not used when a model object is passed."""
     dtype: str | None = None
     """Dtype of the weights, such as bfloat16. Not used when a model object is passed."""
+    pack_weights: bool = False
+    """Pack the weights: float32 or bfloat16 on the CPU, for as much memory again; changes rounding alone. Not used when
+    a model object is passed."""
     cycle: bool = False
     """Whether to go through the prompts again when there are more episodes than prompts."""
     chat: Chat = "auto"

@@ -1,7 +1,7 @@
 """What the head says at every layer of many positions, in one table on the device.
 
-Features of all layers come from one call a chunk of positions, and everything crosses to the host once: the columns
-are packed into one tensor.
+Features of all layers come from one call a chunk of positions, in memory that is taken once, and everything crosses to
+the host once: the columns are packed into one tensor.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ ROWS_AT_ONCE = 64
 COLUMNS = ("confidence", "entropy", "top1", "top2", "match", "token")
 """Columns of a table; `token` is packed by its bits. `match` is for sampled texts, and 0 for greedy ones."""
 
+TOKEN = COLUMNS.index("token")
+
 Columns = dict[str, npt.NDArray[Any]]
 
 
@@ -39,19 +41,49 @@ def positions_at_once(model: EarlyExitModel) -> int:
 
 def read_heads(model: EarlyExitModel, states: torch.Tensor, rules: Rules) -> torch.Tensor:
     """The columns `(column, position, layer)`, float32, of states `(position, layer, width)`."""
-    return torch.cat([_read(model, part, rules) for part in torch.split(states, positions_at_once(model))], dim=1)
+    return ChunkReader(model, rules).read(states)
 
 
-def _read(model: EarlyExitModel, states: torch.Tensor, rules: Rules) -> torch.Tensor:
-    logits = model.head(states)  # (position, layer, vocabulary)
-    read = primitives(logits, rules.features.top_k)
-    if rules.warp.greedy:
-        match = torch.zeros_like(read.entropy)
-    else:
-        q = rules.warp.probabilities(logits)
-        match = torch.minimum(q, q[:, -1:]).sum(-1).clamp(max=1.0).float()
-    token = read.token.int().view(torch.float32)
-    return torch.stack([read.confidence, read.entropy, read.top1, read.top2, match, token])
+class ChunkReader:
+    """Reads heads chunk by chunk, every chunk in the same memory.
+
+    Args:
+        model: The model.
+        rules: Warp and `features.top_k`.
+
+    Attributes:
+        at_once: Most positions of a chunk.
+    """
+
+    def __init__(self, model: EarlyExitModel, rules: Rules) -> None:
+        self._model, self._rules = model, rules
+        self.at_once = positions_at_once(model)
+        self._powers: torch.Tensor | None = None
+
+    def read(self, states: torch.Tensor) -> torch.Tensor:
+        """The columns `(column, position, layer)`, float32, of states `(position, layer, width)`."""
+        n_chunks = -(-len(states) // self.at_once)  # of even sizes: a small one would read the weights for too little
+        return torch.cat([self._chunk(part) for part in torch.tensor_split(states, n_chunks)], dim=1)
+
+    def _chunk(self, states: torch.Tensor) -> torch.Tensor:
+        rules = self._rules
+        logits = self._model.head(states)  # (position, layer, vocabulary)
+        match = None
+        if not rules.warp.greedy:
+            q = rules.warp.probabilities(logits)
+            match = torch.minimum(q, q[:, -1:]).sum(-1).clamp(max=1.0).float()
+        read = primitives(logits, rules.features.top_k, self._room(logits))
+        if match is None:
+            match = torch.zeros_like(read.entropy)
+        token = read.token.int().view(torch.float32)
+        return torch.stack([read.confidence, read.entropy, read.top1, read.top2, match, token])
+
+    def _room(self, logits: torch.Tensor) -> torch.Tensor:
+        """Room for as many numbers as there are logits."""
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        if self._powers is None or len(self._powers) < len(logits) or self._powers.dtype != dtype:
+            self._powers = torch.empty((self.at_once, *logits.shape[1:]), dtype=dtype, device=logits.device)
+        return self._powers[: len(logits)]
 
 
 def unpacked(packed: npt.NDArray[np.float32]) -> Columns:
@@ -77,7 +109,6 @@ class HeadTable:
     def __init__(
         self, model: EarlyExitModel, rules: Rules, n_rows: int, n_positions: int, keep_states: bool = False
     ) -> None:
-        self._model, self._rules = model, rules
         self._shape = (n_rows, n_positions, model.n_layers)
         self._packed = torch.zeros((len(COLUMNS), *self._shape), device=model.device)
         self._keeps = keep_states
@@ -85,19 +116,26 @@ class HeadTable:
         self._waiting: list[torch.Tensor] = []
         self._rows = torch.arange(n_rows, device=model.device)
         self._first = 0
-        self._at_once = positions_at_once(model)
+        self._reader = ChunkReader(model, rules)
 
-    def add(self, rows: torch.Tensor, position: int, states: torch.Tensor) -> None:
+    def add(self, rows: torch.Tensor, position: int, states: torch.Tensor) -> torch.Tensor | None:
         """Take the states `(row, layer, width)` of some rows `(row,)` at a position.
 
         They are read when there are enough of them. Until `flush`, the rows stay the same and positions follow one
         another.
+
+        Returns:
+            The last layer's likeliest tokens `(row,)`, where a position has enough rows to be read by itself; else
+            None.
         """
         if not self._waiting:
             self._rows, self._first = rows, position
         self._waiting.append(states)
-        if len(self._waiting) * len(states) >= self._at_once:
+        if len(self._waiting) * len(states) >= self._reader.at_once:
             self.flush()
+        if len(states) < self._reader.at_once:
+            return None
+        return self._packed[TOKEN, rows, position, -1].view(torch.int32).long()
 
     def flush(self) -> None:
         """Read what waits to be read."""
@@ -106,7 +144,7 @@ class HeadTable:
         states = torch.stack(self._waiting, dim=1)
         n_rows, n_positions = states.shape[:2]
         span = slice(self._first, self._first + n_positions)
-        read = read_heads(self._model, states.flatten(0, 1), self._rules)
+        read = self._reader.read(states.flatten(0, 1))
         self._packed[:, self._rows, span] = read.unflatten(1, (n_rows, n_positions))
         if self._keeps:
             if self.states is None:

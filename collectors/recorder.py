@@ -51,7 +51,7 @@ class Recorder:
         torch.set_num_threads(order.threads)
         logging.disable_progress_bar()  # one a worker would fight over the terminal
         config = order.config
-        model = load_model(config.model, device or config.device, config.dtype)
+        model = load_model(config.model, device or config.device, config.dtype, pack_weights=config.pack_weights)
         self._plan = Plan.make(config, model, order.prompts)
         self._writer = StoreWriter.open(config.out, self._plan.settings, shard_prompts=config.shard_prompts)
 

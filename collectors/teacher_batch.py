@@ -85,10 +85,10 @@ class TeacherBatch:
                     break
                 newest = self._keep(kept, newest)
                 written, unseen = [], 0
-            hidden = self._step(newest, n_written)
+            hidden, likeliest = self._step(newest, n_written)
             if n_written == budget:  # the closing position: read, but nothing follows it
                 break
-            newest = self._choose(hidden, n_written)
+            newest = self._choose(hidden, likeliest, n_written)
             written.append(newest)
             n_written += 1
         self._table.flush()
@@ -129,8 +129,12 @@ class TeacherBatch:
         self._anchors = -primitives(logits, 1).top1
         return self._tokens(logits, 0)
 
-    def _step(self, newest: torch.Tensor, n_written: int) -> torch.Tensor:
-        """Run the newest tokens `(row,)` through all layers, noting each; the last states `(row, 1, width)`."""
+    def _step(self, newest: torch.Tensor, n_written: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the newest tokens `(row,)` through all layers, noting each.
+
+        Returns:
+            The last states `(row, 1, width)`, and their likeliest tokens `(row,)` where those have been read.
+        """
         model = self.model
         block = self._block(n_written - 1)
         hidden = model.embed(newest[:, None], block)
@@ -138,8 +142,7 @@ class TeacherBatch:
         for layer in range(model.n_layers):
             hidden = model.run_layers(hidden, layer, layer + 1, block)
             states.append(hidden.to(model.device))
-        self._table.add(self._numbers, n_written - 1, torch.cat(states, dim=1))
-        return hidden
+        return hidden, self._table.add(self._numbers, n_written - 1, torch.cat(states, dim=1))
 
     def _block(self, offset: int) -> Block:
         """Place one token of each row, `offset` positions behind its prompt; the device is asked nothing."""
@@ -154,7 +157,9 @@ class TeacherBatch:
         positions = self._starts + offset
         return Block(positions, self.cache, None, Place(rows, self._places, positions, lowest, highest + 1))
 
-    def _choose(self, hidden: torch.Tensor, n_written: int) -> torch.Tensor:
+    def _choose(self, hidden: torch.Tensor, likeliest: torch.Tensor | None, n_written: int) -> torch.Tensor:
+        if likeliest is not None and self._luck is None:
+            return likeliest
         return self._tokens(self.model.head(hidden)[:, 0], n_written)
 
     def _tokens(self, logits: torch.Tensor, n_written: int) -> torch.Tensor:

@@ -39,18 +39,25 @@ class Primitives:
     """The likeliest token, int64; the lowest id among equals."""
 
 
-def primitives(logits: torch.Tensor, top_k: int = 5) -> Primitives:
+def primitives(logits: torch.Tensor, top_k: int = 5, powers: torch.Tensor | None = None) -> Primitives:
     """Read the primitives off raw logits `(..., vocabulary)`, of any floating dtype.
 
     It is asked for every layer of every token that the teacher reads, so it goes over the vocabulary as seldom as it
     can: once for the largest of every block, and once each to shift, to raise and to sum.
+
+    Args:
+        logits: Raw logits.
+        top_k: How many of the likeliest tokens enter `confidence`.
+        powers: Where the exponentials go, of the logits' shape, float64 where they are and float32 otherwise. Then the
+            logits are overwritten as well, and nothing as large as they are is allocated: fresh memory comes from the
+            system page by page, which takes longer than all of the rest. None leaves the logits alone.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     top, token = _largest(wide, max(top_k, 2))
     best = top[..., :1]
     # masked vocabulary entries may be -inf, where p log p is 0, not NaN
-    shifted = (wide - best).clamp_min_(LOWEST_SHIFTED)
-    powers = shifted.exp()
+    shifted = wide - best if powers is None else wide.sub_(best)
+    powers = torch.exp(shifted.clamp_min_(LOWEST_SHIFTED), out=powers)
     total = powers.sum(-1)
     spread = powers.mul_(shifted).sum(-1)
     log_total = total.log()

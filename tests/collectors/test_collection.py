@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from lede.buffers import StoreError, StoreSettings, TraceStore, TransitionStore, open_store, same_record
 from lede.checkpoint import save_policy
-from lede.collectors import CollectConfig, CollectProgress, collect
-from lede.models import DEMO_FOLDER
+from lede.collectors import CollectConfig, CollectProgress, collect, collection, recorder
+from lede.models import DEMO_FOLDER, EarlyExitModel, load_model
+from lede.onednn import packing_works
 from lede.policies import LearnedPolicy, StaticPolicy
+from tests.collectors.saved_model import assert_close_content, save_tiny_model
 from tests.tiny_models import prompt, tiny_model
 
 MODEL = tiny_model("llama")
@@ -213,6 +216,33 @@ def test_what_is_no_store_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StoreError):
         collect(config(tmp_path), MODEL, PROMPTS)
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.skipif(not packing_works(torch.float32), reason="torch has no oneDNN that multiplies by packed weights")
+def test_packed_weights_change_rounding_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A store that was begun without them is gone on with by them."""
+    loaded: list[EarlyExitModel] = []
+
+    def noted(*arguments: Any, **options: Any) -> EarlyExitModel:
+        loaded.append(load_model(*arguments, **options))
+        return loaded[-1]
+
+    monkeypatch.setattr(collection, "load_model", noted)
+    monkeypatch.setattr(recorder, "load_model", noted)
+    folder = save_tiny_model(tmp_path / "model")
+    plain = config(tmp_path / "plain", model=str(folder), collector="teacher", branches=1.0)
+    mixed = replace(plain, out=tmp_path / "mixed", pack_weights=True)
+    collect(plain, prompts=PROMPTS)
+    collect(replace(mixed, episodes=4, pack_weights=False), prompts=PROMPTS)
+    collect(mixed, prompts=PROMPTS)
+    assert [model.packed is not None for model in loaded] == [False, False, True]
+    assert_close_content(plain.out, mixed.out)
+    worker = recorder.Recorder(
+        recorder.Order(replace(mixed, out=tmp_path / "shared"), PROMPTS, torch.get_num_threads())
+    )
+    worker.record(range(8), lambda *_: None)
+    assert loaded[-1].packed is not None
+    assert_close_content(plain.out, tmp_path / "shared")
 
 
 def test_the_settings_type_is_the_stores(tmp_path: Path) -> None:

@@ -112,9 +112,9 @@ def test_no_token_crosses_to_the_host_by_itself(monkeypatch: pytest.MonkeyPatch,
 def test_features_of_all_layers_come_from_one_call_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
 
-    def noted(logits: torch.Tensor, top_k: int) -> Any:
+    def noted(logits: torch.Tensor, top_k: int, powers: torch.Tensor) -> Any:
         shapes.append(tuple(logits.shape))
-        return primitives(logits, top_k)
+        return primitives(logits, top_k, powers)
 
     monkeypatch.setattr(head_table, "primitives", noted)
     traces(tiny_model("llama"))
@@ -122,6 +122,47 @@ def test_features_of_all_layers_come_from_one_call_a_chunk(monkeypatch: pytest.M
     assert {shape[1:] for shape in shapes} == {(N_LAYERS, VOCAB_SIZE)}
     assert sum(shape[0] for shape in shapes) == 6 * 12
     assert len(shapes) == -(-6 * 12 // chunk)
+
+
+def test_the_memory_of_chunks_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setitem(head_table.LOGITS_AT_ONCE, "cpu", 4 * N_LAYERS * VOCAB_SIZE)
+    monkeypatch.setattr(head_table, "ROWS_AT_ONCE", 1)
+    places: set[int] = set()
+    sizes: list[int] = []
+
+    def noted(logits: torch.Tensor, top_k: int, powers: torch.Tensor) -> Any:
+        places.add(powers.data_ptr())
+        sizes.append(len(logits))
+        return primitives(logits, top_k, powers)
+
+    wanted = traces(model)
+    monkeypatch.setattr(head_table, "primitives", noted)
+    for a, b in zip(wanted, traces(model), strict=True):
+        assert_same(a, b)
+    assert len(places) == 1
+    assert set(sizes) == {3}, "chunks of six rows, four at once, are even"
+
+
+@pytest.mark.parametrize("every_at_once", [True, False])
+def test_the_last_layer_is_read_once(monkeypatch: pytest.MonkeyPatch, every_at_once: bool) -> None:
+    """Where a position fills a chunk its next tokens come from the table; otherwise the head is asked for them."""
+    model = tiny_model("llama")
+    shapes: list[tuple[int, ...]] = []
+    wanted = traces(model)
+    monkeypatch.setitem(head_table.LOGITS_AT_ONCE, "cpu", (4 if every_at_once else 8) * N_LAYERS * VOCAB_SIZE)
+    monkeypatch.setattr(head_table, "ROWS_AT_ONCE", 1)
+    head = model.head
+
+    def noted(hidden: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(hidden.shape))
+        return head(hidden)
+
+    monkeypatch.setattr(model, "head", noted)
+    for a, b in zip(wanted, traces(model), strict=True):
+        assert_same(a, b)
+    # the prompts' ends, then eleven choices
+    assert sum(shape[1] == 1 for shape in shapes) == (1 if every_at_once else 12)
 
 
 @pytest.mark.parametrize("rules", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -41,6 +41,20 @@ def test_blocks_are_the_definitions(size: int, top_k: int, dtype: torch.dtype) -
     assert torch.equal(read.token, first)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_in_memory_of_the_callers_the_bits_are_the_same(dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 5, SIZES[-1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[1, :3, 5] = -torch.inf
+    kept = logits.clone()
+    wanted = primitives(logits, 5)
+    assert torch.equal(logits, kept), "without room for them the logits are left alone"
+    powers = torch.full(logits.shape, torch.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    found = primitives(logits, 5, powers)
+    for name, value in vars(wanted).items():
+        assert torch.equal(getattr(found, name), value), name
+    assert not powers.isnan().any(), "the room was used"
+
+
 @pytest.mark.parametrize("places", [(3, 900), (BLOCK * 10, BLOCK * 10 + 1), (1999, 2047 + 30), (2047 + 30, 2047 + 31)])
 def test_the_lowest_of_equals(places: tuple[int, int]) -> None:
     logits = torch.zeros(BLOCK * 16 + 40)
