@@ -12,6 +12,7 @@ import torch
 from lede.cache import KVCache
 from lede.compiled_layers import ROW_BUCKETS, CompiledLayers
 from lede.kernels import Kernels, kernels_of
+from lede.logit_reading import LogitReading
 
 if TYPE_CHECKING:
     from lede.models import EarlyExitModel
@@ -89,7 +90,12 @@ def _trial(model: EarlyExitModel, compiled: CompiledLayers) -> float:
             hidden = model.run_eagerly(hidden, step, block)
             apart = max(apart, _distance(found, hidden))
         if length:
-            apart = max(apart, _distance(compiled.read(hidden), model.readout(hidden)))
+            logits = model.readout(hidden)
+            apart = max(apart, _distance(compiled.read(hidden), logits))
+            read = None if compiled.kernels is None else compiled.kernels.reading(logits[0, -1])
+            if read is not None:
+                wanted = LogitReading()(logits[0, -1].float())
+                apart = max(apart, _distance(torch.tensor(read[:3]), wanted[:3]), float(int(read[3]) != int(wanted[3])))
         length += max(1, n_tokens - 1)
         for cache in (watched, other):
             cache.rewind(length)

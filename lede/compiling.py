@@ -21,9 +21,10 @@ from torch import nn
 from lede.compiled_layers import ROW_BUCKETS
 from lede.kernel_compiler import KernelJob
 from lede.kernel_inputs import tensors_in, with_tensors
-from lede.kernel_source import Head, KernelSource, UnknownPartError, numberless
-from lede.kernel_store import kernels_folder, note_of
-from lede.kernels import kernel_name, kernels_of
+from lede.kernel_source import Head, KernelSource, UnknownPartError, numberless, skeleton
+from lede.kernel_store import kernels_folder, make_folder, note_of
+from lede.kernels import kernel_name, kernels_of, reading_row
+from lede.logit_reading import LogitReading
 from lede.models import EarlyExitModel, load_model
 from lede.policies.base import SkipSublayers
 
@@ -40,7 +41,7 @@ class CompileConfig:
     model: str = "demo"
     """Folder or hub id of the model, a .gguf file, or "demo"."""
     dtype: str | None = None
-    """Of its weights; the checkpoint's own when not given."""
+    """Of its weights; float32 when not given."""
     pack_weights: bool = False
     """Whether it will run with `--pack-weights`, which has kernels of its own."""
     gaps: bool = False
@@ -49,6 +50,14 @@ class CompileConfig:
     """Numbers of rows to compile for; blocks are padded to the next of them."""
     workers: int | None = None
     """Compilers that run at once; one for each core when not given, but no more than four."""
+
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            ValueError: Layers are never run with so many rows, or there are no workers.
+        """
+        _check(self.rows, self.workers)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,11 @@ class CompileReport:
     """What went wrong, by what failed."""
     seconds: float
     """Seconds that it took."""
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a kernel could not be compiled, else 0."""
+        return int(bool(self.failed))
 
 
 def compile_ahead(
@@ -80,26 +94,40 @@ def compile_ahead(
         workers: Processes at once.
 
     Raises:
-        ValueError: The model is not on the CPU, or this torch can't load kernels.
+        ValueError: The model is not on the CPU, this torch can't load kernels, they can't be written, layers are never
+            run with so many rows, or there are no workers.
         UnknownPartError: A layer is made of something whose code can't be told by its source.
         UnsupportedModelError: With `gaps`: the layers can't be run in part.
     """
     started = time.perf_counter()
-    folder = kernels_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    if kernels_of(model) is None:
+    _check(rows, workers)
+    make_folder()
+    if model.device.type != "cpu":
         raise ValueError(
             f"kernels are compiled ahead for models on the CPU alone, and this one is on {model.device}; on a GPU "
             "--compile records CUDA graphs when the model is loaded"
-            if model.device.type != "cpu"
-            else "this torch can't load kernels that were compiled ahead; --compile compiles them when it loads a model"
+        )
+    if model.places is not None:
+        raise ValueError("accelerate's hooks move the layers or their input between devices; load the model onto one")
+    if kernels_of(model) is None:
+        raise ValueError(
+            "this torch can't load kernels that were compiled ahead; --compile compiles them when it loads a model"
         )
     wanted = {job.key: job for job in _jobs(model, rows, gaps)}
     jobs = [job for key, job in wanted.items() if note_of(key) is None]
     n_workers = workers or min(MOST_WORKERS, os.cpu_count() or 1)
     told = _run([jobs[i::n_workers] for i in range(min(n_workers, len(jobs)))])
     failed = {job.about: told.get(job.key, "its compiler died") for job in jobs if told.get(job.key) != ""}
-    return CompileReport(len(jobs) - len(failed), len(wanted) - len(jobs), failed, time.perf_counter() - started)
+    compiled = sum(said == "" for said in told.values())
+    return CompileReport(compiled, len(wanted) - len(jobs), failed, time.perf_counter() - started)
+
+
+def _check(rows: Sequence[int], workers: int | None) -> None:
+    if not rows or set(rows) - set(ROW_BUCKETS):
+        known, got = ", ".join(map(str, ROW_BUCKETS)), ", ".join(map(str, rows)) or "none"
+        raise ValueError(f"rows must be among {known}, to which blocks are padded, got {got}")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
 
 
 @torch.inference_mode()
@@ -109,8 +137,8 @@ def _jobs(model: EarlyExitModel, rows: Sequence[int], gaps: bool) -> list[Kernel
     head = Head(model.readout)
     head_source = KernelSource(head)
     layers: list[tuple[int, nn.Module]] = list(model.steps)
-    if gaps:
-        every = frozenset(range(1, model.n_layers + 1))
+    if gaps and model.n_layers > 2:  # the first and the last layer are never left out
+        every = frozenset(range(2, model.n_layers))
         for plan in (SkipSublayers(attention=every, mlp=frozenset()), SkipSublayers(attention=frozenset(), mlp=every)):
             layers += model.sublayers.skipping(plan)
     sources = [(i, layer, KernelSource(layer)) for i, layer in layers]
@@ -131,11 +159,12 @@ def _jobs(model: EarlyExitModel, rows: Sequence[int], gaps: bool) -> list[Kernel
                 extends = cache.lengths[i] > PROMPT
                 bare = with_tensors(arguments, iter([numberless(each.contiguous()) for each in tensors_in(arguments)]))
                 shapes = (bare, model.cache_argument, numberless(hidden), numberless(slots), PROMPT)
-                found[key] = KernelJob(key, about, source.skeleton(), *shapes, extends, threads)
+                found[key] = KernelJob(key, about, skeleton(layer), *shapes, extends, threads)
         key, about = kernel_name(head_source, hidden, None, None), f"head, {n} rows"
-        found[key] = KernelJob(
-            key, about, head_source.skeleton(), None, "", numberless(hidden), None, 0, False, threads
-        )
+        found[key] = KernelJob(key, about, skeleton(head), None, "", numberless(hidden), None, 0, False, threads)
+    reading, row = LogitReading(), reading_row(model.readout(hidden)[0, 0])
+    key = kernel_name(KernelSource(reading), row, None, None)
+    found[key] = KernelJob(key, "reading of logits", reading, None, "", numberless(row), None, 0, False, threads)
     return list(found.values())
 
 

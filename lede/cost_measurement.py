@@ -19,6 +19,7 @@ from lede.cost_model import Kind, Measurement
 from lede.features import CALIBRATED_FEATURES, ConfidenceTrace, FeatureConfig
 from lede.forecast import N_WEIGHTS, Forecast
 from lede.history import History
+from lede.kernels import reading_of
 from lede.lookup import LookupConfig, LookupIndex
 from lede.models import EarlyExitModel
 from lede.observer import Observation, Observer
@@ -88,7 +89,8 @@ class Workbench:
         rows = tuple(tuple(draw.normal(size=N_WEIGHTS).tolist()) for _ in candidates)
         forecast = Forecast(self.candidates, rows, rows)
         features = {kind: FeatureConfig(names, forecast=forecast) for kind, names in _NAMES.items()}
-        self._observers = {kind: Observer(each, model.n_layers, model.vocab_size) for kind, each in features.items()}
+        parts = (model.n_layers, model.vocab_size, reading_of(model))
+        self._observers = {kind: Observer(each, *parts) for kind, each in features.items()}
         trace = ConfidenceTrace(1.0, FeatureConfig().window)
         for value in draw.random(2 * trace.window).tolist():
             trace.push(value)

@@ -19,6 +19,7 @@ from lede.cache import KVCache
 from lede.decider import Decider
 from lede.draft import UNKNOWN, Draft, HeadRead
 from lede.history import History
+from lede.kernels import reading_of
 from lede.lookup import agreeing
 from lede.models import Block, EarlyExitModel
 from lede.observer import Observer
@@ -52,7 +53,9 @@ class Drafter(Decider):
         history: History,
     ) -> None:
         features = policy.features
-        observer = None if features is None else Observer(features, model.n_layers, model.vocab_size)
+        observer = None
+        if features is not None:
+            observer = Observer(features, model.n_layers, model.vocab_size, reading_of(model))
         super().__init__(policy, chooser, meter, history, observer, eos)
         self.model = model
         self.candidates = policy.candidates_for(model.n_layers)

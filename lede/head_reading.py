@@ -8,6 +8,7 @@ numbers for whole tables.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -45,17 +46,27 @@ class HeadReader:
 
     Args:
         features: The observation.
+        compiled: Reads surprisal, margin, entropy and token of a row by a kernel, or says None; None for no kernels.
     """
 
-    def __init__(self, features: FeatureConfig) -> None:
+    def __init__(
+        self, features: FeatureConfig, compiled: Callable[[torch.Tensor], list[float] | None] | None = None
+    ) -> None:
         names = set(features.names)
         self._entropy, self._token = "entropy" in names, "agreement" in names
         self._margin = bool(names & {"margin", "certainty", "chance", "outlook"})
         self._top_k = features.top_k if "confidence" in names else 0
         self._powers = np.empty(0, dtype=np.float32)
+        self._compiled = None if self._top_k else compiled
 
     def read(self, logits: torch.Tensor) -> Reading:
         """The reading of raw logits `(vocabulary,)`."""
+        found = None if self._compiled is None else self._compiled(logits)
+        if found is not None:
+            surprisal, margin, entropy, token = found
+            return Reading(
+                surprisal, margin if self._margin else 0.0, entropy if self._entropy else 0.0, 0.0, int(token)
+            )
         row = row_of(logits)
         return self._by_torch(logits) if row is None else self._by_numpy(row)
 

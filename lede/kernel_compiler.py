@@ -26,7 +26,7 @@ from torch import nn
 from lede.atomic import write_atomically
 from lede.kernel_inputs import ALIKE, MASK, tensors_in, with_tensors
 from lede.kernel_source import KernelSource
-from lede.kernel_store import KernelNote, note_bytes, package_of
+from lede.kernel_store import KernelNote, code_digest, note_bytes, package_of
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,11 @@ def compile_kernel(job: KernelJob) -> KernelNote:
             warnings.simplefilter("ignore")  # torch's compiler about itself
             exported = torch.export.export(program, inputs, dynamic_shapes=shapes, strict=False)
             torch._inductor.aoti_compile_and_package(exported, package_path=str(partial))
+        digest = code_digest(partial)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
-    note = KernelNote(job.about, job.extends, time.perf_counter() - started)
+    note = KernelNote(job.about, job.extends, time.perf_counter() - started, digest)
     write_atomically(file.with_suffix(".json"), note_bytes(note))
     return note
 

@@ -38,6 +38,10 @@ UNUSED = frozenset(
 """Settings of a config that no layer computes with; of dtypes the weights tell."""
 
 _OWN = frozenset(vars(nn.Module()))
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, enum.Enum)
+_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
+_FIXED = (*_PLAIN, *_BY_NAME)
+"""Settings that can be replaced, but not changed in place."""
 
 
 class UnknownPartError(ValueError):
@@ -65,7 +69,8 @@ class KernelSource:
     """A layer, or a head, as its code sees it.
 
     Args:
-        module: It.
+        module: It; not kept, so that it can go.
+        configs: Configs in words by their id, shared with other sources for as long as no config changes.
 
     Attributes:
         text: Everything that the code depends on, but for the kind of machine and the versions of packages.
@@ -74,10 +79,11 @@ class KernelSource:
         UnknownPartError: It has hooks, a replaced forward, or settings whose meaning is not known.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, configs: dict[int, str] | None = None) -> None:
         self._slots: list[tuple[dict[str, Any], str]] = []
-        self._configs: dict[int, str] = {}
+        self._configs = {} if configs is None else configs
+        self._sizes: list[tuple[dict[str, Any], int]] = []
+        self._settings: list[tuple[dict[str, Any], str, Any, str | None]] = []
         lines = list(self._describe(module, ""))
         self._looks = [_look(tensor) for tensor in self.tensors()]
         self.text = "\n".join((*lines, *map(repr, self._looks)))
@@ -100,9 +106,26 @@ class KernelSource:
         """Whether weights look as those that the source was made of."""
         return [_look(tensor) for tensor in tensors] == self._looks
 
-    def skeleton(self) -> nn.Module:
-        """A copy with the same parts and settings, whose weights have no numbers."""
-        return _skeleton(self._module)
+    def holds(self, configs: dict[int, str] | None = None) -> bool:
+        """Whether parts, settings, and which weights there are, are those that the source was made of.
+
+        An adapter is switched off or merged by its settings alone, in place. How weights look is for `fits` to say.
+
+        Args:
+            configs: As above.
+        """
+        self._configs = {} if configs is None else configs
+        if any(len(place) != size for place, size in self._sizes):
+            return False
+        for place, name, value, words in self._settings:
+            if place.get(name, self) is not value:
+                return False
+            try:
+                if words is not None and self._say(value, name) != words:
+                    return False
+            except UnknownPartError:
+                return False
+        return True
 
     def _describe(self, module: nn.Module, path: str) -> Iterator[str]:
         if own_forward(module) is not None or "_hf_hook" in vars(module):
@@ -110,27 +133,40 @@ class KernelSource:
         if any(getattr(module, hooks) for hooks in vars(module) if hooks.endswith("_hooks")):
             raise UnknownPartError(f"{path or 'the layer'} has hooks")
         yield f"{path}: {_named(type(module))}, {_file_digest(type(module).__module__)}"
-        for name, value in sorted(vars(module).items()):
+        own = vars(module)
+        self._sizes += [(place, len(place)) for place in (own, module._parameters, module._buffers, module._modules)]
+        for name, value in sorted(own.items()):
             if name not in _OWN and name not in (*PACKED, NUMBER, "forward"):
-                yield f"{path}.{name} = {self._say(value, f'{path}.{name}')}"
+                said = self._say(value, f"{path}.{name}")
+                self._settings.append((own, name, value, None if isinstance(value, _FIXED) else said))
+                yield f"{path}.{name} = {said}"
         yield f"{path}.training = {module.training}"
+        self._settings.append((own, "training", module.training, None))
         for place in (module._parameters, module._buffers):
             for name, tensor in place.items():
                 yield f"{path}.{name} is {'nothing' if tensor is None else 'a tensor'}"
-                if tensor is not None:
-                    self._slots.append((place, name))
-        if vars(module).get("packed_number") is not None:
-            yield f"{path} is packed"
-            self._slots.append((vars(module), "packed_number"))
+                self._have(place, name)
+        if "packed_number" in own:
+            self._have(own, "packed_number")
+            if own["packed_number"] is not None:
+                yield f"{path} is packed"
         for name, part in module._modules.items():
+            self._settings.append((module._modules, name, part, None))
             if part is None:
                 yield f"{path}.{name} is nothing"
             else:
                 yield from self._describe(part, f"{path}.{name}")
 
+    def _have(self, place: dict[str, Any], name: str) -> None:
+        """Note a tensor that code reads, or that there is none."""
+        if place[name] is None:
+            self._settings.append((place, name, None, None))
+        else:
+            self._slots.append((place, name))
+
     def _say(self, value: Any, path: str) -> str:
         """A setting in words; equal words mean equal code."""
-        if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, enum.Enum)):
+        if isinstance(value, _PLAIN):
             return repr(value)
         if isinstance(value, (tuple, list)):
             return f"[{', '.join(self._say(each, path) for each in value)}]"
@@ -142,12 +178,14 @@ class KernelSource:
             return self._configs[id(value)]
         if isinstance(value, functools.partial):
             return f"{self._say(value.func, path)} of {self._say([value.args, value.keywords], path)}"
-        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) and "<" not in value.__qualname__:
+        if isinstance(value, _BY_NAME) and "<" not in value.__qualname__:
             return f"{_named(value)}, {_file_digest(value.__module__)}"
         raise UnknownPartError(f"{path} is a {type(value).__name__}, of which it is not known what code makes of it")
 
 
-def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _look(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    if tensor is None:  # it was taken away
+        return ()
     return (
         type(tensor) in (torch.Tensor, nn.Parameter),
         tensor.dtype,
@@ -158,7 +196,14 @@ def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _named(value: type | Callable[..., Any]) -> str:
-    return f"{value.__module__}.{value.__qualname__}"
+    name = f"{value.__module__}.{value.__qualname__}"
+    if not isinstance(value, types.BuiltinFunctionType):
+        found: Any = sys.modules.get(value.__module__)
+        for part in value.__qualname__.split("."):
+            found = getattr(found, part, None)
+        if found is not value:
+            raise UnknownPartError(f"{name} is not what its module has under that name")
+    return name
 
 
 def _settings(config: PretrainedConfig) -> str:
@@ -174,11 +219,12 @@ def _file_digest(module: str | None) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file and Path(file).is_file() else ""
 
 
-def _skeleton(module: nn.Module) -> nn.Module:
+def skeleton(module: nn.Module) -> nn.Module:
+    """A copy with the same parts and settings, whose weights have no numbers."""
     twin = copy.copy(module)
     own = vars(twin)
     own.pop("forward", None)  # of the class, but bound to the module itself
-    twin._modules = {name: part if part is None else _skeleton(part) for name, part in module._modules.items()}
+    twin._modules = {name: part if part is None else skeleton(part) for name, part in module._modules.items()}
     twin._parameters = {
         name: tensor if tensor is None else nn.Parameter(numberless(tensor), requires_grad=False)
         for name, tensor in module._parameters.items()

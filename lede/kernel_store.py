@@ -20,8 +20,11 @@ import transformers
 
 FOLDER_VARIABLE = "LEDE_KERNELS"
 """Environment variable that names the folder of kernels."""
-OWN_PARTS = ("kernel_compiler", "kernel_source", "fast_linear", "onednn", "packed_weights", "sublayers", "ends")
-"""Modules of lede from which code is generated, or by which it is."""
+OWN_PARTS = (
+    *("kernel_compiler", "kernel_inputs", "kernel_source", "fast_linear", "onednn", "packed_weights", "sublayers"),
+    *("ends", "primitives"),
+)
+"""Modules of lede from which code is generated, or by which it is and its inputs are laid out."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,47 @@ class KernelNote:
     """Whether it writes to the cache."""
     seconds: float
     """Seconds that compiling took."""
+    digest: str
+    """SHA-256 of the file of its code: torch loads a damaged one, and runs what is in it."""
 
 
 def kernels_folder() -> Path:
-    """The folder of kernels: what the environment variable LEDE_KERNELS says, or a folder in the user's cache."""
+    """The folder of kernels: what the environment variable LEDE_KERNELS says, or a folder in the user's cache.
+
+    Raises:
+        ValueError: The user has no home.
+    """
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lede" / "kernels"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lede" / "kernels"
+    except RuntimeError:
+        raise ValueError(f"there is no home folder to keep kernels in; set {FOLDER_VARIABLE} to a folder") from None
+
+
+def has_kernels() -> bool:
+    """Whether the folder of kernels is there, and may be looked into."""
+    try:
+        return os.access(kernels_folder(), os.R_OK | os.X_OK) and kernels_folder().is_dir()
+    except ValueError:
+        return False
+
+
+def make_folder() -> Path:
+    """The folder of kernels, made where it isn't there.
+
+    Raises:
+        ValueError: Nothing can be written there.
+    """
+    folder, what_to_do = kernels_folder(), f"set {FOLDER_VARIABLE} to a folder that can be written"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"kernels can't be kept in {folder} ({error.strerror}); {what_to_do}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"kernels can't be kept in {folder}, which can't be written; {what_to_do}")
+    return folder
 
 
 def kernel_key(*parts: str) -> str:
@@ -66,12 +102,18 @@ def package_of(key: str) -> Path:
 
 
 def note_of(key: str) -> KernelNote | None:
-    """What is known of a kernel; None where there is none."""
+    """What is known of a kernel; None where there is none, or its code is not what it was."""
+    package = package_of(key)
     try:
-        note = KernelNote(**json.loads((kernels_folder() / f"{key}.json").read_text(encoding="utf-8")))
+        note = KernelNote(**json.loads(package.with_suffix(".json").read_text(encoding="utf-8")))
+        return note if code_digest(package) == note.digest else None
     except (OSError, ValueError, TypeError):
         return None
-    return note if package_of(key).is_file() else None
+
+
+def code_digest(package: Path) -> str:
+    """SHA-256 of a file of code."""
+    return hashlib.sha256(package.read_bytes()).hexdigest()
 
 
 def note_bytes(note: KernelNote) -> bytes:

@@ -7,6 +7,7 @@ What would have to be checked is looked at when a layer is first seen, and again
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -17,7 +18,8 @@ from torch import nn
 from lede.blocks import Block, attention_of
 from lede.kernel_inputs import ALIKE, MASK, Arguments, tensors_in, told_inputs
 from lede.kernel_source import Head, KernelSource, UnknownPartError
-from lede.kernel_store import KernelNote, kernel_key, kernels_folder, note_of, package_of
+from lede.kernel_store import KernelNote, has_kernels, kernel_key, note_of, package_of
+from lede.logit_reading import LogitReading
 
 if TYPE_CHECKING:
     from lede.models import EarlyExitModel
@@ -46,8 +48,8 @@ class _Fitted:
     """Where its weights are; None where it is of no use."""
     weights: list[torch.Tensor] = field(default_factory=list)
     """They, as they were at the start of the text."""
-    kernels: dict[tuple[int, bool], Kernel | None] = field(default_factory=dict)
-    """Its kernels by rows, and by whether there is a mask; None where there is none."""
+    kernels: dict[tuple[Any, ...], Kernel | None] = field(default_factory=dict)
+    """Its kernels by what may change within a text: rows, mask, kind of slots; None where there is none."""
 
 
 class Kernels:
@@ -59,11 +61,13 @@ class Kernels:
 
     def __init__(self, model: EarlyExitModel) -> None:
         self._config, self._dtype = model.config, model.dtype
-        self._attention = model.attention
+        self._made_for = (model.attention, torch.get_num_threads())
         self._fitted: WeakKeyDictionary[nn.Module, _Fitted] = WeakKeyDictionary()
+        self._configs: dict[int, str] = {}
         self._loaded: dict[str, Kernel | None] = {}
         self._length = torch.empty(1, dtype=torch.uint8)
         self._head = Head(model.readout)
+        self._reading = LogitReading()
 
     @property
     def n_loaded(self) -> int:
@@ -72,14 +76,16 @@ class Kernels:
 
     def renew(self) -> None:
         """Take the weights as they are now; called at the start of a text."""
-        if attention_of(self._config) != self._attention:
-            self._attention = attention_of(self._config)
+        made_for = (attention_of(self._config), torch.get_num_threads())
+        if made_for != self._made_for:
+            self._made_for = made_for
             self._fitted = WeakKeyDictionary()
+        self._configs.clear()
         for module, fitted in list(self._fitted.items()):
             if fitted.source is None:
                 continue
-            weights = fitted.source.tensors()
-            if fitted.source.fits(weights):
+            weights = fitted.source.tensors() if fitted.source.holds(self._configs) else None
+            if weights is not None and fitted.source.fits(weights):
                 fitted.weights = weights
             else:
                 del self._fitted[module]
@@ -110,7 +116,8 @@ class Kernels:
         fitted = self._fitted.get(layer) or self._fit(layer)
         if fitted.source is None or hidden.dtype is not self._dtype or hidden.shape[0] != 1:
             return None
-        which = (hidden.shape[1], arguments[MASK] is not None)
+        # a prompt that was run under autocast leaves slots of another dtype, which the code would read past their end
+        which = (hidden.shape[1], arguments[MASK] is not None, slots[0].dtype, slots[0].shape[0])
         if which not in fitted.kernels:
             fitted.kernels[which] = self._load(kernel_name(fitted.source, hidden, arguments, slots[0]))
         kernel = fitted.kernels[which]
@@ -127,7 +134,9 @@ class Kernels:
         fitted = self._fitted.get(self._head) or self._fit(self._head)
         if fitted.source is None or hidden.dtype is not self._dtype or hidden.shape[0] != 1:
             return None
-        which = (hidden.shape[1], False)
+        if torch.is_autocast_enabled("cpu"):  # layers are not run here then, see `CompiledLayers.takes`
+            return None
+        which = (hidden.shape[1],)
         if which not in fitted.kernels:
             fitted.kernels[which] = self._load(kernel_name(fitted.source, hidden, None, None))
         kernel = fitted.kernels[which]
@@ -135,9 +144,23 @@ class Kernels:
             return None
         return kernel([hidden.contiguous(), *fitted.weights])
 
+    def reading(self, logits: torch.Tensor) -> list[float] | None:
+        """`LogitReading` of logits `(vocabulary,)`; None where there is no kernel."""
+        row = reading_row(logits)
+        fitted = self._fitted.get(self._reading) or self._fit(self._reading)
+        which = (row.shape[0], row.dtype is torch.float64)
+        if which not in fitted.kernels:
+            assert fitted.source is not None
+            fitted.kernels[which] = self._load(kernel_name(fitted.source, row, None, None))
+        kernel = fitted.kernels[which]
+        if kernel is None or torch.is_grad_enabled():
+            return None
+        numbers: list[float] = kernel([row.contiguous()]).tolist()
+        return numbers
+
     def _fit(self, module: nn.Module) -> _Fitted:
         try:
-            source = KernelSource(module)
+            source = KernelSource(module, self._configs)
             fitted = _Fitted(source, source.tensors()) if source.is_plain else _Fitted(None)
         except UnknownPartError:
             fitted = _Fitted(None)
@@ -159,9 +182,20 @@ def kernel_name(
     return kernel_key(source.text, told_inputs(hidden, arguments, slots))
 
 
+def reading_row(logits: torch.Tensor) -> torch.Tensor:
+    """Logits as they are read: at least float32."""
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+
+
+def reading_of(model: EarlyExitModel) -> Callable[[torch.Tensor], list[float] | None] | None:
+    """What reads rows of logits by a kernel; None where the model has none."""
+    kernels = None if model.compiled is None else model.compiled.kernels
+    return None if kernels is None else kernels.reading
+
+
 def kernels_of(model: EarlyExitModel) -> Kernels | None:
     """The kernels for a model; None where there can be none: not on the CPU, without torch's loader or a folder."""
-    if model.device.type != "cpu" or model.places is not None or _loader() is None or not kernels_folder().is_dir():
+    if model.device.type != "cpu" or model.places is not None or _loader() is None or not has_kernels():
         return None
     return Kernels(model)
 

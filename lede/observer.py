@@ -6,6 +6,7 @@ Only what the observation names is looked up.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -63,9 +64,16 @@ class Observer:
         features: What is observed.
         n_layers: Layers of the model.
         vocab_size: Entries of its vocabulary.
+        compiled: As `HeadReader` takes it.
     """
 
-    def __init__(self, features: FeatureConfig, n_layers: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        features: FeatureConfig,
+        n_layers: int,
+        vocab_size: int,
+        compiled: Callable[[torch.Tensor], list[float] | None] | None = None,
+    ) -> None:
         self.features = features
         self.n_layers = n_layers
         self.wants_survival = "survival" in features.names
@@ -74,7 +82,7 @@ class Observer:
         self.wants_agreement = "agreement" in features.names
         self._copies = not set(MEMORY_FEATURES).isdisjoint(features.names)
         self._forecast = features.fitted
-        self._reader = HeadReader(features)
+        self._reader = HeadReader(features, compiled)
         self._most_entropy = math.log(vocab_size)
         places = {name: i for i, name in enumerate(FEATURES)}
         self._several = len(features.names) > 1

@@ -46,12 +46,12 @@ def test_a_token_makes_nobody_wait(rules: Rules) -> None:
     batch = TeacherBatch(model_on("cuda"), PROMPTS, rules)
     with torch.inference_mode():
         newest = batch._prefill()
-        newest = batch._choose(batch._step(newest, 1), 1)  # whatever is made once is made here
+        newest = batch._choose(*batch._step(newest, 1), 1)  # whatever is made once is made here
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             for n_written in range(2, 12):
-                newest = batch._choose(batch._step(newest, n_written), n_written)
+                newest = batch._choose(*batch._step(newest, n_written), n_written)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert teacher_batch.LOOK_EVERY["cuda"] > 1

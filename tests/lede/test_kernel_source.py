@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from torch import nn
 
 from lede.kernel_inputs import tensors_in, told_inputs, with_tensors
-from lede.kernel_source import Head, KernelSource, UnknownPartError
+from lede.kernel_source import Head, KernelSource, UnknownPartError, skeleton
+from lede.kernels import Kernels
 from lede.models import load_model
 from tests.tiny_models import ALL_FAMILY_NAMES, tiny_hf_model, tiny_model
 
@@ -91,6 +94,64 @@ def test_whatever_code_depends_on_is_told(change: Any) -> None:
     assert after.text != text
     replaced = change in (_other_width, _other_order, _other_dtype)
     assert replaced != before.fits(before.tensors()), "other weights are noticed by the source that was made before"
+    assert replaced == before.holds(), "and so are other settings"
+
+
+# peft 0.21 asks transformers 5.24 for a name that it deprecates
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_that_are_switched_off_or_merged_in_place_are_noticed() -> None:
+    """By peft, which changes neither modules nor hooks nor the shapes of weights then."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(tiny_hf_model("llama")), settings).eval()
+    source = KernelSource(load_model((adapted, None)).steps[0][1])
+    assert source.holds()
+    with adapted.disable_adapter():
+        assert not source.holds()
+    assert source.holds()
+    adapted.merge_adapter()
+    assert source.fits(source.tensors())
+    assert not source.holds()
+
+
+def test_weights_that_are_taken_away_are_noticed() -> None:
+    layer: Any = copy.deepcopy(tiny_model("llama").steps[0][1])
+    layer.mlp.up_proj.packed_number = torch.tensor(3)
+    source = KernelSource(layer)
+    layer.mlp.up_proj.packed_number = None
+    assert not source.fits(source.tensors())
+    del layer.mlp.up_proj.packed_number
+    assert not source.holds()
+
+
+def test_another_number_of_threads_has_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code is made for one, and would take as many after torch was told to take fewer."""
+    kernels = Kernels(tiny_model("llama"))
+    layer = tiny_model("llama").steps[0][1]
+    kernels._fit(layer)
+    kernels.renew()
+    assert layer in kernels._fitted
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    kernels.renew()
+    assert layer not in kernels._fitted
+
+
+def test_layers_are_not_kept_alive_and_looked_at_once_a_text() -> None:
+    """Each plan with gaps has layers of its own, and a text may try many plans."""
+    model = load_model((tiny_hf_model("llama"), None))
+    kernels = Kernels(model)
+    layers: list[Any] = [copy.copy(layer) for _, layer in model.steps]
+    for layer in layers:
+        kernels._fit(layer)
+    assert len(kernels._fitted) == len(layers)
+    layers[0].input_layernorm.variance_epsilon = 0.25
+    kernels.renew()
+    assert layers[0] not in kernels._fitted, "its settings were changed in place"
+    alive = [weakref.ref(each) for each in layers]
+    del layers, layer
+    gc.collect()
+    assert not any(each() for each in alive)
+    assert not kernels._fitted
 
 
 def test_numbers_and_places_are_not_part_of_it() -> None:
@@ -111,6 +172,13 @@ def _forward(layer: Any) -> None:
     layer.mlp.forward = lambda x: -x
 
 
+def _local_class(layer: Any) -> None:
+    class Activation(nn.Module):
+        """As a factory makes it: two of one name may compute different things."""
+
+    layer.mlp.act_fn = Activation()
+
+
 def _stranger(layer: Any) -> None:
     layer.mlp.secret = object()
 
@@ -121,7 +189,13 @@ def _closure(layer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(_hook, "has hooks"), (_forward, "forward of its own"), (_stranger, "is a object"), (_closure, "is a function")],
+    [
+        (_hook, "has hooks"),
+        (_forward, "forward of its own"),
+        (_stranger, "is a object"),
+        (_closure, "is a function"),
+        (_local_class, "not what its module has under that name"),
+    ],
 )
 def test_what_code_makes_of_a_part_must_be_known(change: Any, message: str) -> None:
     layer = copy.deepcopy(tiny_model("llama").steps[0][1])
@@ -135,19 +209,19 @@ def test_a_skeleton_weighs_nothing_and_computes_the_same(family: str) -> None:
     model = load_model((tiny_hf_model(family, torch.float32), None))
     head = Head(model.readout)
     source = KernelSource(head)
-    carried = pickle.dumps(source.skeleton())
+    carried = pickle.dumps(skeleton(head))
     assert len(carried) < 20_000
-    skeleton = pickle.loads(carried)
-    assert {tensor.device.type for tensor in skeleton.parameters()} == {"meta"}
-    KernelSource(skeleton).place(source.tensors())
+    twin = pickle.loads(carried)
+    assert {tensor.device.type for tensor in twin.parameters()} == {"meta"}
+    KernelSource(twin).place(source.tensors())
     hidden = torch.randn(1, 3, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        assert torch.equal(skeleton(hidden), model.readout(hidden))
+        assert torch.equal(twin(hidden), model.readout(hidden))
     for _, layer in model.steps:
         whole = KernelSource(layer)
-        twin = KernelSource(whole.skeleton())
-        assert [tensor.shape for tensor in twin.tensors()] == [tensor.shape for tensor in whole.tensors()]
-        assert not {id(tensor) for tensor in twin.tensors()} & {id(tensor) for tensor in whole.tensors()}
+        bare = KernelSource(skeleton(layer))
+        assert [tensor.shape for tensor in bare.tensors()] == [tensor.shape for tensor in whole.tensors()]
+        assert not {id(tensor) for tensor in bare.tensors()} & {id(tensor) for tensor in whole.tensors()}
 
 
 def test_inputs_are_taken_apart_and_put_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,11 @@ from torch import nn
 from lede import compilation, compiled_layers, models
 from lede.cli import main
 from lede.compiling import compile_ahead
+from lede.features import FeatureConfig
 from lede.generation import generate
-from lede.kernel_store import FOLDER_VARIABLE, KernelNote, kernel_key, note_bytes, note_of, package_of
+from lede.head_reading import HeadReader
+from lede.kernel_store import FOLDER_VARIABLE, KernelNote, code_digest, kernel_key, note_bytes, note_of, package_of
+from lede.kernels import kernels_of
 from lede.models import EarlyExitModel, load_model
 from lede.policies import parse_policy
 from tests.exactness import is_exact
@@ -62,7 +66,7 @@ def use_rows(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]) -> None:
 def compiled(family: str, dtype: torch.dtype = torch.float64, gaps: bool = False, packed: bool = False) -> Any:
     """A model and its kernels, which are compiled where they are not there yet."""
     model = load_model((tiny_hf_model(family, dtype), None), pack_weights=packed)
-    report = compile_ahead(model, compiled_layers.ROW_BUCKETS, gaps)
+    report = compile_ahead(model, compiled_layers.ROW_BUCKETS, gaps, workers=1)
     assert not report.failed
     assert model.compile()
     assert model.compiled is not None
@@ -85,13 +89,13 @@ def runs_ahead(model: EarlyExitModel) -> bool:
 
 def test_the_text_is_the_plain_model_s(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, report = compiled("llama")
-    assert report.compiled + report.found == 2, "a kind of layer, and the head"
-    assert model.compiled.kernels.n_loaded == 2
+    assert report.compiled + report.found == 3, "a kind of layer, the head, and what reads its logits"
+    assert model.compiled.kernels.n_loaded == 3
     check_exact(model)
     assert generate(model, input_ids=[7], max_new_tokens=6).sequences.shape == (1, 7), "a prompt of a single token"
     assert runs_ahead(model)
     again = compile_ahead(model, ROWS)
-    assert (again.compiled, again.found) == (0, 2)
+    assert (again.compiled, again.found) == (0, 3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)  # kernels are made for a number of threads
     other = load_model((tiny_hf_model("llama"), None))
     assert other.compile()
@@ -128,6 +132,28 @@ def test_other_attention_has_other_kernels() -> None:
     assert not runs_ahead(model)
 
 
+def test_readings_are_those_of_eager_decoding() -> None:
+    model, _ = compiled("llama")
+    kernels, features = model.compiled.kernels, FeatureConfig(("surprisal", "margin", "entropy", "agreement"))
+    rows = 4 * torch.randn(6, model.vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows[1, 3:90] = -torch.inf
+    rows[2] = rows[2].round()  # ties: the lowest id
+    rows[3] = 0.0
+    rows[4] *= 100
+    rows[5, 1:] = -torch.inf  # one token alone
+    plain = HeadReader(features)
+    with torch.inference_mode():
+        for row in rows:
+            found, wanted = HeadReader(features, kernels.reading).read(row), plain.read(row)
+            assert kernels.reading(row) is not None
+            assert found.token == wanted.token
+            assert found[:3] == pytest.approx(wanted[:3], abs=1e-9)
+        asked = HeadReader(FeatureConfig(("surprisal",)), kernels.reading).read(rows[0])
+        assert asked[1:4] == (0.0, 0.0, 0.0), "what nobody asked for"
+        confidence = HeadReader(FeatureConfig(("confidence", "margin")), kernels.reading).read(rows[0])
+        assert confidence.confidence > 0, "no kernel reads it"
+
+
 def test_gradients_are_not_lost() -> None:
     model, _ = compiled("llama")
     cache = model.new_cache(12)
@@ -138,6 +164,8 @@ def test_gradients_are_not_lost() -> None:
     assert model.compiled.kernels.head(hidden) is None
     with torch.no_grad():
         assert model.compiled.kernels.head(hidden) is not None
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model.compiled.kernels.head(hidden) is None, "torch chooses dtypes then"
 
 
 def test_a_kernel_that_is_damaged_or_wrong_is_not_trusted(
@@ -155,6 +183,9 @@ def test_a_kernel_that_is_damaged_or_wrong_is_not_trusted(
     assert not runs_ahead(other), "what can't be loaded is compiled now"
     assert load_model((model.hf_model, None)).compile(ahead=False)
     layers[0].write_bytes(heads[0].read_bytes())
+    note = json.loads(layers[0].with_suffix(".json").read_text(encoding="utf-8"))
+    note["digest"] = code_digest(layers[0])
+    layers[0].with_suffix(".json").write_text(json.dumps(note), encoding="utf-8")
     other = load_model((model.hf_model, None))
     with pytest.warns(UserWarning, match="compiled ahead are not used"):
         assert other.compile()
@@ -167,7 +198,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     model, _ = compiled("llama")
     monkeypatch.setattr("lede.compiling.load_model", lambda *args, **settings: model)
     assert main(["compile", "--rows", "4"]) == 0
-    assert "0 kernels compiled in 0 s, 2 were there" in capsys.readouterr().out
+    assert "0 kernels compiled in 0 s, 3 were there" in capsys.readouterr().out
     monkeypatch.setattr("lede.kernels._loader", lambda: None)
     assert main(["compile"]) == 2
     assert "this torch can't load kernels" in capsys.readouterr().err
@@ -194,16 +225,56 @@ def test_what_fails_to_compile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_note_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    note, key = KernelNote("a layer", True, 1.5), kernel_key("source", "inputs")
+    key = kernel_key("source", "inputs")
     assert key != kernel_key("source", "other inputs")
     package_of(key).write_bytes(b"code")
+    note = KernelNote("a layer", True, 1.5, code_digest(package_of(key)))
     assert note_of(key) is None
     package_of(key).with_suffix(".json").write_bytes(note_bytes(note))
     assert note_of(key) == note
+    package_of(key).write_bytes(b"coda")
+    assert note_of(key) is None, "torch would load what is damaged"
     package_of(key).unlink()
     assert note_of(key) is None
     package_of(key).with_suffix(".json").write_text("{")
     assert note_of(key) is None
+
+
+def test_what_is_asked_for_is_checked_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error(*options: str) -> str:
+        assert main(["compile", *options]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        return said
+
+    for rows in ("0", "99", "3"):
+        assert f"rows must be among 1, 2, 4, 6, 8, 12, 17, to which blocks are padded, got {rows}" in error(
+            "--rows", rows
+        )
+    assert "workers must be at least 1, got 0" in error("--workers", "0")
+    model = load_model((tiny_hf_model("llama"), None))
+    with pytest.raises(ValueError, match="got none"):
+        compile_ahead(model, ())
+    monkeypatch.setattr("lede.compiling.load_model", lambda *args, **settings: model)
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(file))
+    assert f"kernels can't be kept in {file} (File exists); set LEDE_KERNELS to a folder" in error()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr("os.access", lambda place, how: False)
+    assert "which can't be written; set LEDE_KERNELS" in error()
+    assert kernels_of(model) is None, "nor looked into"
+    monkeypatch.delenv(FOLDER_VARIABLE)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", _no_home)
+    assert "there is no home folder to keep kernels in; set LEDE_KERNELS" in error()
+    assert kernels_of(model) is None, "and --compile goes on without"
+
+
+def _no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 @pytest.mark.slow
