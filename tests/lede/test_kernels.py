@@ -278,14 +278,25 @@ def _no_home() -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "mixtral", "smollm3"]
-)
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "smollm3"])
 def test_the_text_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_rows(monkeypatch, (1, 4))
     model, _ = compiled(family, gaps=family != "gpt_neox")
     check_exact(model, POLICIES if family == "gpt_neox" else (*POLICIES, GAPS))
     assert runs_ahead(model)
+
+
+@pytest.mark.slow
+def test_layers_of_experts_are_compiled_when_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows go to which expert is data, on which shapes depend."""
+    use_rows(monkeypatch, (1, 4))
+    model = load_model((tiny_hf_model("mixtral"), None))
+    report = compile_ahead(model, (1, 4))
+    assert report.exit_code == 1
+    assert all("MixtralDecoderLayer" in about and "data-dependent" in said for about, said in report.failed.items())
+    assert model.compile()
+    assert not runs_ahead(model)
+    check_exact(model)
 
 
 @pytest.mark.slow
