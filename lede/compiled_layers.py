@@ -36,7 +36,7 @@ VARIANTS = 64
 Arguments = dict[str, Any]
 
 
-class _OpenSlots:
+class OpenSlots:
     """The cache of one layer as its attention sees it while being compiled, sizes left open."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, start: int, first_plus_2: int) -> None:
@@ -83,7 +83,7 @@ def _run_open(
     first_plus_2: int,
 ) -> tuple[torch.Tensor, bool]:
     """States after a layer, and whether it extended the cache."""
-    slots = _OpenSlots(keys, values, start, first_plus_2)
+    slots = OpenSlots(keys, values, start, first_plus_2)
     out = layer(hidden, **arguments, **{cache_argument: slots})
     return (out[0] if isinstance(out, tuple) else out), slots.extended
 

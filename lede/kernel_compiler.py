@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from lede.atomic import write_atomically
+from lede.compiled_layers import OpenSlots
 from lede.kernel_inputs import ALIKE, MASK, tensors_in, with_tensors
 from lede.kernel_source import KernelSource
 from lede.kernel_store import KernelNote, code_digest, note_bytes, package_of
@@ -55,22 +56,6 @@ class KernelJob:
     """Threads that run it."""
 
 
-class _Slots:
-    """A layer's cache as its attention sees it; where states go and what is seen are left open."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, start: int, first: int) -> None:
-        self.keys, self.values, self.start, self.first = keys, values, start, first
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `KVCache.update` does for aligned rows."""
-        end = self.start + key_states.shape[2]
-        self.keys[:, :, self.start : end] = key_states
-        self.values[:, :, self.start : end] = value_states
-        return self.keys[:, :, self.first : end], self.values[:, :, self.first : end]
-
-
 class _LayerProgram(nn.Module):
     """A layer whose weights, cache and place are inputs."""
 
@@ -93,7 +78,7 @@ class _LayerProgram(nn.Module):
     ) -> torch.Tensor:
         """States after the layer; `start` and `first` are told by lengths, which may stay open."""
         self.source.place(weights)
-        slots = _Slots(keys, values, start.shape[0] - ALIKE, first.shape[0] - ALIKE)
+        slots = OpenSlots(keys, values, start.shape[0] - ALIKE, first.shape[0])
         arguments = with_tensors(self.job.arguments, iter(tables))
         out = self.job.skeleton(hidden, **arguments, **{self.job.cache_argument: slots})
         states: torch.Tensor = out[0] if isinstance(out, tuple) else out

@@ -21,8 +21,8 @@ import transformers
 FOLDER_VARIABLE = "LEDE_KERNELS"
 """Environment variable that names the folder of kernels."""
 OWN_PARTS = (
-    *("kernel_compiler", "kernel_inputs", "kernel_source", "fast_linear", "onednn", "packed_weights", "sublayers"),
-    *("ends", "primitives"),
+    *("kernel_compiler", "kernel_inputs", "kernel_source", "compiled_layers", "fast_linear", "onednn"),
+    *("packed_weights", "sublayers", "ends", "primitives"),
 )
 """Modules of lede from which code is generated, or by which it is and its inputs are laid out."""
 

@@ -49,6 +49,7 @@ class TableModel:
     device = torch.device("cpu")
     dtype = torch.float64
     revision = 0
+    compiled = None
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

@@ -53,14 +53,11 @@ def check_exact(model: EarlyExitModel, policies: tuple[str, ...] = POLICIES) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("fixed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_text_is_the_plain_model_s(dtype: torch.dtype, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes left open, as on the CPU, and standing still, as for CUDA graphs."""
     if fixed:
         monkeypatch.setattr(compilation, "_stand_still", lambda model: True)
-    elif dtype == torch.float64:  # slow to compile: one row and padded blocks
-        monkeypatch.setattr(compiled_layers, "ROW_BUCKETS", (1, 17))
-        monkeypatch.setattr(compilation, "ROW_BUCKETS", (1, 17))
     model = load_model((tiny_hf_model("mistral", dtype), None))  # a window of 8, crossed inside blocks
     assert model.compile()
     assert model.compiled is not None
@@ -123,7 +120,7 @@ def test_hooked_layers_run_eagerly() -> None:
     check_exact(model, POLICIES[:2])
 
 
-@pytest.mark.parametrize("factor", [1.01, float("nan")])
+@pytest.mark.parametrize("factor", [1.01, pytest.param(float("nan"), marks=pytest.mark.slow)])
 def test_a_compiler_that_computes_something_else_is_not_trusted(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(CompiledLayers):
         def run(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -168,6 +168,7 @@ def test_gradients_are_not_lost() -> None:
             assert model.compiled.kernels.head(hidden) is None, "torch chooses dtypes then"
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_damaged_or_wrong_is_not_trusted(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
