@@ -54,6 +54,7 @@ def records(folder: Path, kind: str) -> list[Any]:
     return [entry["content"] for entry in map(json.loads, lines) if entry["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_a_dry_run_ends_with_a_table(tmp_path: Path) -> None:
     # what the interpreter finds first hides packages from the stages, as on a machine that lacks them
     (tmp_path / "hidden").mkdir()
