@@ -195,8 +195,8 @@ def _run(shares: list[list[KernelJob]]) -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a compiler: it finds the modules that this process finds."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    """The environment of a compiler: it finds the modules that this process finds, and starts no helpers of its own."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def run_compile(config: CompileConfig) -> CompileReport:
