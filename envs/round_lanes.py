@@ -229,7 +229,7 @@ class RoundLanes:
         # as in decoding: a policy that can't tell the stages apart isn't asked before the scan
         decides = "in_scan" in self.features.names or not self.costs.candidates
         self.rounds = DraftRounds(
-            self.table, self.costs, self.features, decides, seed, lookup=self._lookup, lookups=self._lookups
+            self.table, self.costs, self.features, decides, seed, lookup=self._lookup, plans=self._lookups
         )
         self.rounds.start(np.zeros(self.n_lanes, dtype=np.int64))
         self._matches = self.table.matches(self.rounds.candidates - 1, seed)

@@ -136,6 +136,7 @@ class BatchDecoder:
         plan = row.decider.choose_plan(remaining, len(row.ids))
         if isinstance(plan, ExitAt):
             self.model.check_exit_layer(plan.exit_layer)
+            row.cap = row.cap if plan.length is None else min(row.cap, plan.length)
         elif isinstance(plan, Lookup):
             plan.check(self.model.n_layers)
             row.copied = row.decider.copied(plan, remaining - 1)
@@ -185,7 +186,7 @@ class BatchDecoder:
                     continue
                 else:
                     drafting.append(row)
-                row.draft = Draft(layer, [state])
+                row.draft = Draft(layer, [state], fixed=_length(plans[row.number]))
             if self._observer is not None:
                 reads.update(self._read(asked))
             for row in asked:
@@ -216,7 +217,8 @@ class BatchDecoder:
             return []
         starts = [row.position + len(row.draft.tokens) for row in rows]
         party = Party.of_tokens(self.model, self.cache, rows, starts, [row.draft.tokens[-1:] for row in rows])
-        asked = [row for row in rows if len(row.draft.tokens) < row.cap]  # others only make the bonus token possible
+        going = [row for row in rows if len(row.draft.tokens) < row.cap]  # others only make the bonus token possible
+        asked = [row for row in going if row.draft.fixed is None]
         below = {row.number: self._below(row.draft.exit_layer) for row in asked} if self._second_reads else {}
         lower: dict[int, torch.Tensor] = {}
         for layer in sorted({*(row.draft.exit_layer for row in rows), *below.values()} - {0}):
@@ -229,11 +231,12 @@ class BatchDecoder:
                     lower[row.number] = state
         reads = self._read(asked) if self._observer is not None else {}
         tokens_before = self._tokens([row for row in asked if row.number in lower], lower)
-        on: list[BatchRow] = []
+        on = [row for row in going if row.draft.fixed is not None]
         for row in asked:
             read, before = reads.get(row.number), tokens_before.get(row.number, UNKNOWN)
             if row.decider.drafts_on(row.draft.exit_layer, len(row.draft.tokens), read, before):
                 on.append(row)
+        on.sort(key=lambda row: row.place)
         self._draw(on, reads)
         return on
 
@@ -278,6 +281,11 @@ def _begun(plan: Plan, state: torch.Tensor, copied: list[int]) -> Draft:
     if isinstance(plan, Lookup):
         return Draft(0, [state], list(copied), [None] * len(copied), lookup=plan)
     return Draft(0, [state])
+
+
+def _length(plan: Plan) -> int | None:
+    """Tokens that a plan drafts without asking; None where it asks."""
+    return plan.length if isinstance(plan, ExitAt) else None
 
 
 def _goal(plan: Plan, copied: list[int], candidates: tuple[int, ...]) -> int:

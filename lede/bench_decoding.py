@@ -142,6 +142,7 @@ class SuiteRun:
             error=done.error,
             text=text,
             reference=reference,
+            unasked=sum(r.drafted for r in done.rounds if r.fixed),
         )
 
 

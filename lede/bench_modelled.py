@@ -88,7 +88,7 @@ class RoundCosts:
             return total + in_vain * (self._cut(middle, 1, observed.pruned) - self._plain(middle))
         total += (reads - drafting_reads) * costs.head_seconds()
         if features is not None:
-            decisions = reads / features.draft_head_reads
+            decisions = (reads - run.unasked) / features.draft_head_reads
             total += decisions * (costs.decision_seconds(features) - costs.head_seconds())
             if observed.pre_scan:
                 total += len(run.rounds) * costs.pre_scan_seconds(features)

@@ -82,6 +82,8 @@ class PromptRun:
     reference: str | None = None
     """The contender whose text it was held against: transformers, or plain where that failed on the prompt. None where
     nothing was compared, and in runs that did not record it."""
+    unasked: int = 0
+    """Tokens of drafts of a fixed length: their head reads were made to draft, and to decide nothing."""
 
     @property
     def key(self) -> tuple[str, str, int, int]:

@@ -146,7 +146,7 @@ class Decider:
         token, q = self.chooser.choose(read.logits, [*ids, *draft.tokens] if self.chooser.processors else ())
         draft.tokens.append(token)
         draft.distributions.append(q)
-        if self._surprisal_wanted:
+        if self._surprisal_wanted and draft.fixed is None:
             if read.reading is None and self.observer is not None:
                 self.meter.enter("inspect")
             reading = self.look(read)

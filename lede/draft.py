@@ -34,6 +34,8 @@ class Draft:
     """What the draft left out, which then went on behind the states; None where it left at the exit layer."""
     lookup: Lookup | None = None
     """The plan of tokens that were copied from the text; the exit layer is then the one that pruned them, if any."""
+    fixed: int | None = None
+    """Tokens that it was to have without anybody looking at them; None where a policy is asked."""
     capped: bool = False
     """Whether it was as long as it could be: up to the cap, or up to a token that ends the text."""
 
@@ -42,7 +44,7 @@ class Draft:
         """Where the tokens came from; None without any."""
         if self.gaps is not None:
             return self.gaps
-        return (self.lookup or ExitAt(self.exit_layer)) if self.tokens else None
+        return (self.lookup or ExitAt(self.exit_layer, self.fixed)) if self.tokens else None
 
     @property
     def n_states(self) -> int:
@@ -76,6 +78,9 @@ def settle(draft: Draft, logits: torch.Tensor, chooser: Chooser, ids: Sequence[i
         if draft.lookup is not None:  # no position was left before the last layer
             for row in logits[: accepted + (following is not None)]:
                 trace.push(surprisal(row))
+        elif draft.fixed is not None:  # nobody looked at its positions
+            if following is not None:
+                trace.push(surprisal(logits[accepted]))
         elif accepted < drafted:
             trace.drop(drafted - accepted - 1)  # the first rejected position was left at its exit layer: it stays
         elif following is not None:
@@ -88,4 +93,4 @@ def settle(draft: Draft, logits: torch.Tensor, chooser: Chooser, ids: Sequence[i
         return Round(tokens, drafted, accepted, None)
     if draft.lookup is not None:
         return Round(tokens, drafted, accepted, None, source="lookup")
-    return Round(tokens, drafted, accepted, draft.exit_layer, source="exit")
+    return Round(tokens, drafted, accepted, draft.exit_layer, source="exit", fixed=draft.fixed is not None)

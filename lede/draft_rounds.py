@@ -12,9 +12,7 @@ Departs from deployment where the text is sampled: the text is the recorded one,
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,48 +23,25 @@ from lede.lane_features import LaneFeatures
 from lede.lookup_costs import LookupCosts
 from lede.lookup_rounds import lookup_rounds
 from lede.lookup_table import LookupTable
-from lede.policies.base import BLIND, Lookup
+from lede.policies.base import BLIND, ExitAt, Lookup
 from lede.rewards import CONTINUE, EXIT
 from lede.round_log import RoundLog
+from lede.round_step import Stage, StepResult
 from lede.trace_table import Ints, TraceTable
+
+__all__ = ["DraftRounds", "Stage", "StepResult"]
 
 Bools = npt.NDArray[np.bool_]
 Doubles = npt.NDArray[np.float64]
 
 
-class Stage(enum.IntEnum):
-    """Where a lane stands; the first three are the stages of `lede.features`."""
-
-    PRE_SCAN = 0
-    SCAN = 1
-    DRAFT = 2
-    DONE = 3
-
-
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    """What one step did in each lane."""
-
-    seconds: Doubles  # (lane,)
-    """Spent."""
-    tokens: Ints  # (lane,)
-    """Committed."""
-    round_end: Bools  # (lane,)
-    """Whether a verification ended the round."""
-    done: Bools  # (lane,)
-    """Whether the text has ended."""
-    copied: Ints  # (lane,)
-    """Tokens that the round drafted from the text; 0 where it drafted none or goes on."""
-    copies_accepted: Ints  # (lane,)
-    """Those of them that were accepted."""
-
-
 class DraftRounds:
     """Lanes that step through rounds.
 
-    Actions: in the pre-scan 0 = plain pass, 1 = scan, 2 + k = draft blind at candidate k of K, 2 + K + j = draft by the
-    lookup j; in the scan 0 = go on (past the last candidate: plain pass through the rest), 1 = exit here; in the draft
-    0 = stop, 1 = draft on. With no candidate there is no scan. A lookup that finds nothing is a plain pass.
+    Actions: in the pre-scan 0 = plain pass, 1 = scan, 2 + k = draft blind at candidate k of K, 2 + K + j = plan j of
+    those that leave nothing to decide, lookups and drafts of a fixed layer and length; in the scan 0 = go on (past the
+    last candidate: plain pass through the rest), 1 = exit here; in the draft 0 = stop, 1 = draft on. With no candidate
+    there is no scan. A lookup that finds nothing is a plain pass.
 
     Args:
         table: Traces.
@@ -77,11 +52,11 @@ class DraftRounds:
         seed: Of the acceptance of sampled drafts.
         log: Where rounds are written; None writes none.
         lookup: What the text's own drafts would be; None where no index of the text is kept.
-        lookups: The lookups that may be chosen; they need `lookup`.
+        plans: The lookups and fixed drafts that may be chosen; lookups need `lookup`, fixed drafts a candidate's layer.
 
     Raises:
-        ValueError: A candidate is none of the traces' layers, a lookup is longer than what was looked up, there is
-            neither a candidate nor an index, or a text stops before its budget without an end.
+        ValueError: A candidate is none of the traces' layers, a plan can't be played, there is neither a candidate nor
+            an index, or a text stops before its budget without an end.
     """
 
     def __init__(
@@ -93,7 +68,7 @@ class DraftRounds:
         seed: int = 0,
         log: RoundLog | None = None,
         lookup: LookupTable | None = None,
-        lookups: Sequence[Lookup] = (),
+        plans: Sequence[Lookup | ExitAt] = (),
     ) -> None:
         table.check_ends()
         self.table, self.costs, self.features, self.log = table, costs, features, log
@@ -103,9 +78,9 @@ class DraftRounds:
         if not self.candidates.size and not (decides_pre_scan and lookup is not None):
             raise ValueError("without candidates only a policy that decides the pre-scan among lookups can be played")
         self.lookup = lookup
-        self.lookups: list[Lookup] = []
-        for plan in lookups:
-            self.lookup_action(plan)
+        self.plans: list[Lookup | ExitAt] = []
+        for plan in plans:
+            self.action_of(plan)
         self.decides_pre_scan = decides_pre_scan
         self._matches = table.matches(self.candidates - 1, seed)
         branch_of = [table.branch_of(int(layer)) for layer in self.candidates]
@@ -119,25 +94,45 @@ class DraftRounds:
         self._lookup_costs = LookupCosts(costs.costs, table.max_context)
         self._draw = costs.choose + (costs.head if features is None else 0.0)
         self._blind = costs.costs.blind_seconds(features)
+        self._unseen = costs.choose + costs.head  # a token of a fixed draft
 
     @property
     def n_actions(self) -> int:
         """Actions of the pre-scan, the stage that has most."""
-        return BLIND + self.candidates.size + len(self.lookups)
+        return BLIND + self.candidates.size + len(self.plans)
 
-    def lookup_action(self, plan: Lookup) -> int:
-        """The action that drafts by a lookup, added if it is none yet.
+    @property
+    def lookups(self) -> list[Lookup]:
+        """The plans that copy from the text."""
+        return [plan for plan in self.plans if isinstance(plan, Lookup)]
+
+    @property
+    def fixed_drafts(self) -> list[ExitAt]:
+        """The plans that draft so many tokens at one layer."""
+        return [plan for plan in self.plans if isinstance(plan, ExitAt)]
+
+    def action_of(self, plan: Lookup | ExitAt) -> int:
+        """The action that drafts by a plan; a lookup or fixed draft that is none yet becomes one.
 
         Raises:
-            ValueError: The lookup can't be played.
+            ValueError: The plan can't be played.
         """
-        if self.lookup is None or plan.length > self.lookup.most:
+        if isinstance(plan, ExitAt):
+            if plan.exit_layer not in self.candidates:
+                raise ValueError(
+                    f"a draft at layer {plan.exit_layer} can't be played: it is none of the candidates "
+                    f"{self.candidates.tolist()}"
+                )
+            if plan.length is None:
+                return BLIND + int(np.searchsorted(self.candidates, plan.exit_layer))
+        elif self.lookup is None or plan.length > self.lookup.most:
             longest = "no index is kept" if self.lookup is None else f"at most {self.lookup.most} tokens are looked up"
             raise ValueError(f"a lookup of {plan.length} tokens can't be played: {longest}")
-        plan.check(self.table.n_layers)
-        if plan not in self.lookups:
-            self.lookups.append(plan)
-        return BLIND + self.candidates.size + self.lookups.index(plan)
+        else:
+            plan.check(self.table.n_layers)
+        if plan not in self.plans:
+            self.plans.append(plan)
+        return BLIND + self.candidates.size + self.plans.index(plan)
 
     def start(self, prompts: Ints) -> None:
         """Begin one lane for each of `prompts` (places in the table)."""
@@ -148,6 +143,7 @@ class DraftRounds:
         self.candidate = np.zeros(n, dtype=np.int64)
         self.n_scanned = np.zeros(n, dtype=np.int64)
         self.n_drafted = np.zeros(n, dtype=np.int64)
+        self.fixed = np.zeros(n, dtype=np.int64)  # length of a fixed draft; 0 where the policy is asked
         self.n_accepted = np.zeros(n, dtype=np.int64)  # of this round so far: what no policy sees
         self.branch = np.full(n, -1, dtype=np.int64)
         self.seconds, self.tokens = np.zeros(n), np.zeros(n, dtype=np.int64)
@@ -238,16 +234,33 @@ class DraftRounds:
             self._inspect(scans, np.zeros(scans.size, dtype=np.int64))
         n_plans = BLIND + self.candidates.size
         blind = (actions >= BLIND) & (actions < n_plans)
-        for j, plan in enumerate(self.lookups):
-            copies = lanes[actions == n_plans + j]
-            if copies.size:
-                self._look_up(copies, plan)
+        for j, plan in enumerate(self.plans):
+            here = lanes[actions == n_plans + j]
+            if not here.size:
+                continue
+            if isinstance(plan, ExitAt):
+                self._draft_fixed(here, plan)
+            else:
+                self._look_up(here, plan)
         if blind.any():
-            here, k = lanes[blind], actions[blind].astype(np.int64) - BLIND
-            self.candidate[here] = k
-            self.stage[here] = Stage.DRAFT
-            self._step_seconds[here] += self.costs.draft[k, self._context(here)] + self._blind
-            self._add_draft(here)
+            self._draft_blind(lanes[blind], actions[blind].astype(np.int64) - BLIND, self._blind)
+
+    def _draft_blind(self, lanes: Ints, candidate: Ints, seconds: float) -> None:
+        """The first token of a draft at a layer that nobody looked at, whose head read takes `seconds`."""
+        self.candidate[lanes] = candidate
+        self.stage[lanes] = Stage.DRAFT
+        self._step_seconds[lanes] += self.costs.draft[candidate, self._context(lanes)] + seconds
+        self._add_draft(lanes)
+
+    def _draft_fixed(self, lanes: Ints, plan: ExitAt) -> None:
+        """A whole round that drafts so many tokens at one layer."""
+        assert plan.length is not None
+        self.fixed[lanes] = plan.length
+        place = int(np.searchsorted(self.candidates, plan.exit_layer))
+        self._draft_blind(lanes, np.full(lanes.size, place, dtype=np.int64), self._unseen)
+        while (lanes := lanes[self.fixed[lanes] > 0]).size:  # a new round forgets it
+            self._step_seconds[lanes] += self._unseen
+            self._add_draft(lanes)
 
     def _inspect(self, lanes: Ints, candidate: Ints) -> None:
         self.candidate[lanes] = candidate
@@ -280,7 +293,9 @@ class DraftRounds:
         prompt, k, row = self.prompt[lanes], self.candidate[lanes], self.row[lanes]
         on_text = self.n_accepted[lanes] == self.n_drafted[lanes]
         offset = self.n_drafted[lanes] - self.n_accepted[lanes] - 1
-        self._seen.left(lanes, k, row, self.branch[lanes], offset)
+        seen = self.fixed[lanes] == 0
+        if seen.any():
+            self._seen.left(lanes[seen], k[seen], row[seen], self.branch[lanes[seen]], offset[seen])
         match = on_text & self._matches[row, k]
         at_eos = match & self.table.ended_by_eos[prompt]
         at_eos &= self.decision[lanes] + self.n_drafted[lanes] == self.table.n_decided[prompt]
@@ -295,8 +310,10 @@ class DraftRounds:
             return
         drafted = self.n_drafted[lanes]
         self._step_seconds[lanes] += self.costs.again[self.candidate[lanes], self._context(lanes) + drafted]
-        full = drafted == self._cap(lanes)
-        self._step_seconds[lanes[~full]] += self._ask_draft[self.candidate[lanes[~full]]]
+        fixed = self.fixed[lanes]
+        full = drafted == np.where(fixed > 0, np.minimum(fixed, self._cap(lanes)), self._cap(lanes))
+        asked = lanes[~full & (fixed == 0)]
+        self._step_seconds[asked] += self._ask_draft[self.candidate[asked]]
         if full.any():
             self._verify(lanes[full], "cap")
 
@@ -331,7 +348,8 @@ class DraftRounds:
         self._step_seconds[lanes] += self.costs.verify[k, q, self._context(lanes)]
         if self.log is not None:
             self._write(lanes, self.candidates[k], accepted, accepted + (ending != "eos"), ending)
-        self._seen.verified(lanes, n, accepted, bonus=ending != "eos", rows=self._row_of(lanes, accepted))
+        rows, unseen = self._row_of(lanes, accepted), self.fixed[lanes] > 0
+        self._seen.verified(lanes, n, accepted, bonus=ending != "eos", rows=rows, unseen=unseen)
         self._commit(lanes, accepted + (ending != "eos"))
 
     def _row_of(self, lanes: Ints, offset: Ints) -> Ints:
@@ -359,6 +377,7 @@ class DraftRounds:
     def _begin_round(self, lanes: Ints) -> None:
         self.stage[lanes] = Stage.PRE_SCAN
         self.candidate[lanes] = self.n_scanned[lanes] = self.n_drafted[lanes] = self.n_accepted[lanes] = 0
+        self.fixed[lanes] = 0
         self.branch[lanes] = -1
         self._seen.begin_round(lanes)
         self._round_start[lanes] = self.seconds[lanes] + self._step_seconds[lanes]
@@ -378,5 +397,5 @@ class DraftRounds:
             spent = spent + self._lookup_costs.index * committed
         self.log.write(
             self.prompt[lanes], self.decision[lanes], layer, self.n_scanned[lanes], self.n_drafted[lanes], accepted,
-            committed, ending, spent, lookup,
+            committed, ending, spent, lookup, self.fixed[lanes],
         )  # fmt: skip

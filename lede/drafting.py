@@ -91,7 +91,7 @@ class Drafter(Decider):
         if isinstance(choice, ExitAt):
             self.model.check_exit_layer(choice.exit_layer)
             hidden = self.run_layers(hidden, 0, choice.exit_layer, block)
-            draft = Draft(choice.exit_layer, [hidden])
+            draft = Draft(choice.exit_layer, [hidden], fixed=choice.length)
             self.add(draft, self._read(hidden), ids)
             return self._burst(draft, ids, cap, cache)
         if choice is PreScan.SCAN:
@@ -114,15 +114,17 @@ class Drafter(Decider):
         return Draft(depth, [hidden])
 
     def _burst(self, draft: Draft, ids: list[int], cap: int, cache: KVCache) -> Draft:
-        """Draft on at the exit layer until the policy stops, the cap is reached or the text ends."""
-        layer = draft.exit_layer
-        below = max((c for c in self.candidates if c < layer), default=0) if self._second_reads else 0
+        """Draft on at the exit layer until the policy or the plan stops, the cap is reached or the text ends."""
+        layer, asks = draft.exit_layer, draft.fixed is None
+        end = cap if draft.fixed is None else min(cap, draft.fixed)
+        looks = asks and self.observer is not None
+        below = max((c for c in self.candidates if c < layer), default=0) if looks and self._second_reads else 0
         while draft.tokens[-1] not in self.eos:
             n_drafted = len(draft.tokens)
             draft.capped = n_drafted == cap
             block = self.model.block(cache, len(ids) - 1 + n_drafted, 1)
             hidden = self.model.embed(self._ids(draft.tokens[-1]), block)
-            if draft.capped:  # unasked, so that the bonus token exists
+            if n_drafted == end:  # unasked, so that the bonus token exists
                 draft.states.append(self.run_layers(hidden, 0, layer, block))
                 break
             token_before = UNKNOWN
@@ -131,8 +133,8 @@ class Drafter(Decider):
                 token_before = self._token(hidden)
             hidden = self.run_layers(hidden, below, layer, block)
             draft.states.append(hidden)
-            read = None if self.observer is None else self._read(hidden)
-            if not self.drafts_on(layer, n_drafted, read, token_before):
+            read = self._read(hidden) if looks else None
+            if asks and not self.drafts_on(layer, n_drafted, read, token_before):
                 break
             self.add(draft, read or self._read(hidden), ids)
         else:

@@ -100,12 +100,16 @@ class LaneFeatures:
         self._left_before[lanes] += 1
         self._push(lanes, surprisal)
 
-    def verified(self, lanes: Ints, drafted: Ints, accepted: Ints, bonus: bool, rows: Ints) -> None:
-        """Drafts are verified; `rows` are those of the positions after what was accepted."""
+    def verified(self, lanes: Ints, drafted: Ints, accepted: Ints, bonus: bool, rows: Ints, unseen: Bools) -> None:
+        """Drafts are verified; `rows` are those of the positions after what was accepted.
+
+        Of drafts that were `unseen`, fixed ones, nothing was `left`: that position alone enters the trace.
+        """
         kept = accepted == drafted
-        self._pushed[lanes] -= np.where(kept, 0, drafted - accepted - 1)
+        self._pushed[lanes] -= np.where(kept | unseen, 0, drafted - accepted - 1)
         if bonus:
-            self._push(lanes[kept], self._last_surprisal[rows[kept]])
+            read = kept | unseen
+            self._push(lanes[read], self._last_surprisal[rows[read]])
         self._since[lanes] = 0
         self._since_lookup[lanes] += 1
         _remember(lanes, (self._drafted, drafted), (self._accepted, accepted))

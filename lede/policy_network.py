@@ -19,7 +19,8 @@ from lede.acceptance import inputs as inputs_of
 from lede.features import FeatureConfig
 from lede.forecast import MOST_ODDS
 from lede.policies import LearnedPolicy, Policy, SurvivalPolicy
-from lede.policies.base import BLIND
+from lede.policies.base import BLIND, ExitAt, Lookup, PreScan
+from lede.policies.plan_numbers import numbered_plans
 
 EXPORTABLE = (LearnedPolicy.kind, SurvivalPolicy.kind)
 """Kinds that decide by weights."""
@@ -70,7 +71,7 @@ def _learned(policy: LearnedPolicy) -> PolicyNetwork:
         return np.stack([scan, values], axis=1)
 
     layers = policy.network.layers
-    actions = ", ".join(["CONTINUE", "EXIT", *(f"BLIND {layer}" for layer in _plans(policy))])
+    actions = ", ".join(["CONTINUE", "EXIT", *map(_named, _plans(policy))])
     modules: list[nn.Module] = []
     for weight, bias in layers:
         linear = nn.Linear(weight.shape[1], weight.shape[0])
@@ -89,9 +90,21 @@ def _learned(policy: LearnedPolicy) -> PolicyNetwork:
     )
 
 
-def _plans(policy: LearnedPolicy) -> tuple[int, ...]:
-    """Layers of the plans that the network has values for."""
-    return (policy.config.candidates or ()) if policy.decides_pre_scan else ()
+def _plans(policy: LearnedPolicy) -> tuple[PreScan | ExitAt | Lookup, ...]:
+    """The plans that the network has values for, beside the first two."""
+    config = policy.config
+    if not policy.decides_pre_scan:
+        return ()
+    return numbered_plans(config.candidates or (), config.lookups, config.fixed_drafts)[BLIND:]
+
+
+def _named(plan: PreScan | ExitAt | Lookup) -> str:
+    """A plan in the words of the output's layout."""
+    if isinstance(plan, Lookup):
+        return f"COPY {plan.length}" + ("" if plan.prune_at is None else f" PRUNED {plan.prune_at}")
+    if isinstance(plan, ExitAt):
+        return f"BLIND {plan.exit_layer}" + ("" if plan.length is None else f" FIXED {plan.length}")
+    return plan.name
 
 
 def _survival(policy: SurvivalPolicy) -> PolicyNetwork:

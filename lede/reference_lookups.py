@@ -172,7 +172,7 @@ def fit_forecast_of_copies(
     lookup = lookups_of(table, config, max(lengths), memory)
     tables = CostTables(costs, (), table.max_context, 1)
     plans = [Lookup(length) for length in lengths]
-    rounds = DraftRounds(table, tables, features, lookup=lookup, lookups=plans)
+    rounds = DraftRounds(table, tables, features, lookup=lookup, plans=plans)
     seen, rows = [], []
     for turn in range(passes):
         rng = numpy_stream(seed, Purpose.SYNTHESIS, turn)

@@ -119,7 +119,7 @@ class SourceSearch:
         self._copies = fit_forecast_of_copies(table, costs, lookup, lengths, of_copies(observed), seed, memory=memory)
         self.outcomes = SourceOutcomes(table, costs, candidates, self._model, found, lookups, observed, max_draft, seed)
         tables = CostTables(costs, candidates, table.max_context, max_draft)
-        self._rounds = DraftRounds(table, tables, observed, seed=seed, lookup=found, lookups=lookups)
+        self._rounds = DraftRounds(table, tables, observed, seed=seed, lookup=found, plans=lookups)
         self._settings = {
             **settings,
             "features": observed,

@@ -19,12 +19,13 @@ from lede.cost_tables import CostTables
 from lede.draft_rounds import DraftRounds, Stage
 from lede.features import FeatureConfig
 from lede.forecast import FORECAST_INPUTS, Forecast
-from lede.policies.base import BLIND
+from lede.policies.base import ExitAt
+from lede.policies.static import StaticPolicy
 from lede.policies.survival import SURVIVAL_FEATURES, SurvivalPolicy
 from lede.rewards import EXIT
 from lede.round_outcomes import RoundOutcomes
 from lede.seeding import Purpose, numpy_stream
-from lede.simulation import Decide
+from lede.simulation import Decide, simulate
 from lede.trace_table import TraceTable
 from lede.visits import SurvivalMemory, fit_acceptance, join_visits, watch_plans
 
@@ -48,6 +49,8 @@ class FoundThresholds:
     """Layer drafted at without a scan; None scans."""
     rate: float
     """Tokens a second on the prompts that were searched on."""
+    fixed_length: int | None = None
+    """Tokens drafted blind in every round without asking; None asks."""
 
 
 def fit_forecasts(
@@ -131,6 +134,16 @@ def search_blind(outcomes: RoundOutcomes, layer: int, survivals: Sequence[float]
     return FoundThresholds((layer,), (0.0,), survivals[place], layer, rates[place])
 
 
+def search_fixed(table: TraceTable, costs: CostModel, layer: int, lengths: Sequence[int]) -> FoundThresholds:
+    """The best length of drafts at a layer that nobody is asked about, as those of a static setting."""
+    rates = [
+        simulate(StaticPolicy(exit_layer=layer, draft_length=length, max_draft=length), table, costs).rate
+        for length in lengths
+    ]
+    place = int(np.argmax(rates))
+    return FoundThresholds((layer,), (0.0,), 1.0, layer, rates[place], lengths[place])
+
+
 def reference_thresholds(
     table: TraceTable,
     costs: CostModel,
@@ -138,6 +151,7 @@ def reference_thresholds(
     features: FeatureConfig | None = None,
     max_draft: int = 12,
     seed: int = 0,
+    fixed_lengths: Sequence[int] = (),
     **settings: Any,
 ) -> SurvivalPolicy:
     """The best policy of its kind: forecasts fitted, scan or a blind layer and all thresholds searched.
@@ -149,12 +163,14 @@ def reference_thresholds(
         features: What the forecasts look at, out of `lede.features.FOLLOWED`.
         max_draft: Most tokens drafted in a round.
         seed: Of the rounds that forecasts are fitted on, and of the acceptance of sampled drafts.
+        fixed_lengths: Lengths of drafts that nobody is asked about, which are tried at each candidate as well.
         **settings: More settings of the policy, and the fingerprint that binds it.
     """
     model = fit_forecasts(table, costs, candidates, features, max_draft, seed=seed)
     outcomes = RoundOutcomes(table, costs, candidates, model, max_draft, seed)
     tried = [search_thresholds(outcomes, candidates)]
     tried += [search_blind(outcomes, layer) for layer in candidates]
+    tried += [search_fixed(table, costs, layer, fixed_lengths) for layer in candidates if fixed_lengths]
     found = max(tried, key=lambda each: each.rate)
     return SurvivalPolicy.from_model(
         model,
@@ -162,6 +178,7 @@ def reference_thresholds(
         thresholds=found.thresholds,
         survival=found.survival,
         blind=found.blind,
+        fixed_length=found.fixed_length,
         max_draft=max_draft,
         **settings,
     )
@@ -178,10 +195,11 @@ def lane_decisions(policy: SurvivalPolicy, n_lanes: int, places: Sequence[int] |
     memory, limits = SurvivalMemory(policy.model, n_lanes), np.log(np.maximum(policy.limits, 1e-300))
     least = np.log(max(policy.config.survival, 1e-300))
     blind = policy.config.blind
-    begin = EXIT if blind is None else BLIND + list(policy.config.candidates or ()).index(blind)
+    plan = None if blind is None else ExitAt(blind, policy.config.fixed_length)
 
     def decide(lanes: DraftRounds) -> npt.NDArray[np.int64]:
         seen = lanes.observe()
+        begin = EXIT if plan is None else lanes.action_of(plan)
         chance, survival = memory.look(lanes, seen if places is None else seen[:, places])
         on = np.where(lanes.stage == Stage.DRAFT, survival + chance >= least, chance >= limits[lanes.candidate])
         return np.where(lanes.stage == Stage.PRE_SCAN, begin, on).astype(np.int64)

@@ -24,6 +24,7 @@ Greedy = Callable[[npt.NDArray[np.float32], npt.NDArray[np.bool_]], npt.NDArray[
 
 _SKIPS, _BLIND, _LOOKUPS = 0.1, 0.3, 0.3
 _SKIPS_ALONE = 0.2  # where there are lookups to choose from and nothing else
+_FIXED = 0.5  # of the blind drafts, where there are fixed ones to choose from
 _SHORT = 5
 
 
@@ -125,6 +126,8 @@ class _Plan:
         n, k, cap = fresh.size, self.rounds.candidates.size, self.rounds.costs.max_draft
         kind = rng.random(n)
         blind = BLIND + rng.integers(0, max(k, 1), n)
+        if fixed := [self.rounds.action_of(plan) for plan in self.rounds.fixed_drafts]:
+            blind = np.where(rng.random(n) < _FIXED, rng.choice(fixed, n), blind)
         begin = np.where(kind < _SKIPS, CONTINUE, np.where(kind < _SKIPS + _BLIND, blind, EXIT))
         if not self.rounds.decides_pre_scan:
             begin[:] = EXIT
@@ -140,7 +143,7 @@ class _Plan:
         """Some of the plans copy from the text instead, where it has something to copy."""
         rounds, n = self.rounds, begin.size
         assert rounds.lookup is not None  # it has lookups to choose from
-        copy = BLIND + rounds.candidates.size + rng.integers(0, len(rounds.lookups), n)
+        copy = np.asarray([rounds.action_of(plan) for plan in rounds.lookups])[rng.integers(0, len(rounds.lookups), n)]
         if not rounds.candidates.size:
             return np.where(rng.random(n) < _SKIPS_ALONE, CONTINUE, copy)
         return np.where((rng.random(n) < _LOOKUPS) & (rounds.lookup.proposed[rounds.row] > 0), copy, begin)

@@ -15,6 +15,7 @@ SOURCES = ("plain", "exit", "lookup")
 
 _COLUMNS = (
     "prompt", "decision", "layer", "n_scanned", "n_drafted", "n_accepted", "n_committed", "ending", "source", "seconds",
+    "fixed",
 )  # fmt: skip
 
 
@@ -32,6 +33,7 @@ class RoundLog:
         ending: Place in `ENDINGS`.
         source: Place in `SOURCES`.
         seconds: Spent.
+        fixed: Length of a draft that nobody was asked about; 0 for other rounds.
     """
 
     prompt: npt.NDArray[np.int64]
@@ -44,6 +46,7 @@ class RoundLog:
     ending: npt.NDArray[np.int64]
     source: npt.NDArray[np.int64]
     seconds: npt.NDArray[np.float64]
+    fixed: npt.NDArray[np.int64]
 
     def __init__(self) -> None:
         self._parts: list[tuple[npt.NDArray[Any], ...]] = []
@@ -60,12 +63,14 @@ class RoundLog:
         ending: str,
         seconds: npt.NDArray[np.float64],
         lookup: bool = False,
+        fixed: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Add rounds that ended alike; all of them drafted by `lookup`, or none."""
         which = np.full(prompt.size, ENDINGS.index(ending))
         source = np.full(prompt.size, SOURCES.index("lookup")) if lookup else (layer > 0).astype(np.int64)
+        fixed = np.zeros_like(prompt) if fixed is None else fixed
         self._parts.append(
-            (prompt, decision, layer, n_scanned, n_drafted, n_accepted, n_committed, which, source, seconds)
+            (prompt, decision, layer, n_scanned, n_drafted, n_accepted, n_committed, which, source, seconds, fixed)
         )
 
     def finish(self) -> None:

@@ -123,7 +123,7 @@ def simulate(
         plan = BLIND + rounds.candidates.tolist().index(_static_layer(policy, table))
         return play(rounds, _drafting_blind(plan, policy.config.draft_length))
     if isinstance(policy, LookupPolicy):
-        copy = rounds.lookup_action(policy.plan)
+        copy = rounds.action_of(policy.plan)
         return play(rounds, lambda lanes: np.full(lanes.stage.size, copy, dtype=np.int64))
     if isinstance(policy, LookupValuePolicy):
         valued = policy
@@ -166,9 +166,9 @@ def rounds_of(
     # a policy that looks at nothing is free wherever it is asked
     asked = features is None or (policy is not None and policy.decides_pre_scan)
     tables = CostTables(costs, candidates, table.max_context, max_draft)
-    plans = _lookups(policy)
+    plans = _plans(policy)
     config = None if policy is None else policy.lookup
-    longest = max((plan.length for plan in plans), default=1)
+    longest = max((plan.length for plan in plans if isinstance(plan, Lookup)), default=1)
     memory = None if policy is None else policy.memory
     lookup = None if config is None else lookups_of(table, config, longest, memory)
     return DraftRounds(table, tables, features, asked, seed, RoundLog(), lookup, plans)
@@ -198,11 +198,13 @@ def plain_seconds(table: TraceTable, costs: CostTables) -> npt.NDArray[np.float6
     return np.asarray(sums[start + table.n_decided] - sums[start])
 
 
-def _lookups(policy: Policy | None) -> tuple[Lookup, ...]:
-    """The lookups that a policy is known to choose from; others are added when it chooses them."""
+def _plans(policy: Policy | None) -> tuple[Lookup | ExitAt, ...]:
+    """The plans without decisions that a policy is known to choose from; others are added when it chooses them."""
     if isinstance(policy, LookupPolicy):
         return (policy.plan,)
-    if isinstance(policy, LearnedPolicy | LookupValuePolicy | SourceValuePolicy):
+    if isinstance(policy, LearnedPolicy):
+        return (*policy.config.lookups, *policy.config.fixed_drafts)
+    if isinstance(policy, LookupValuePolicy | SourceValuePolicy):
         return policy.config.lookups
     return ()
 
@@ -218,6 +220,7 @@ def _head_reads(rounds: DraftRounds) -> Ints:
         reads = np.where(log.layer > 0, log.n_drafted, 0)
     else:
         second = features.draft_agreement & (log.layer > (rounds.candidates[0] if rounds.candidates.size else 0))
+        second &= log.fixed == 0
         asked = (
             np.where(log.layer > 0, log.n_drafted, 0) + np.where(log.ending == 1, 1, 0) - np.where(log.layer > 0, 1, 0)
         )  # in the draft
@@ -253,15 +256,12 @@ def _one_by_one(policy: Policy, n_lanes: int) -> Decide:
                         f"the {policy.kind} policy drafts with gaps; traces know exits alone and can't tell what such "
                         "a draft would say"
                     )
-                if isinstance(choice, Lookup):
-                    actions[i] = lanes.lookup_action(choice)
-                    continue
                 if isinstance(choice, ExitAt) and choice.exit_layer not in places:
                     raise ValueError(
                         f"the {policy.kind} policy drafts at layer {choice.exit_layer}, which is none of the "
                         f"candidates {sorted(places)}; give candidates with it"
                     )
-                actions[i] = BLIND + places[choice.exit_layer] if isinstance(choice, ExitAt) else numbers[choice]
+                actions[i] = numbers[choice] if isinstance(choice, PreScan) else lanes.action_of(choice)
             else:
                 ask = mine[i].scan if lanes.stage[i] == Stage.SCAN else mine[i].draft
                 actions[i] = ask(LayerState(int(layers[i]), int(lanes.n_drafted[i]), observations[i]))

@@ -29,6 +29,8 @@ class Round:
     """Sublayers that a draft with gaps left out."""
     source: Source | None = None
     """Where the draft came from; None when the round was a plain pass."""
+    fixed: bool = False
+    """Whether the draft had a fixed length, at which nobody looks at a token to decide on the next."""
 
     def cut(self, n_tokens: int) -> Round:
         """The round of a text that ends after `n_tokens` of its tokens, the rest of which did not stay."""

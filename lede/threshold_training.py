@@ -95,7 +95,14 @@ def _fitted(config: TrainConfig, data: WallClockData) -> SurvivalPolicy | Lookup
         "seed": config.seed,
     }
     if data.lookup is None:
-        return reference_thresholds(data.training, data.costs, data.candidates, max_draft=config.max_draft, **common)
+        return reference_thresholds(
+            data.training,
+            data.costs,
+            data.candidates,
+            max_draft=config.max_draft,
+            fixed_lengths=config.fixed_lengths,
+            **common,
+        )
     # the defaults are a network's, which learns where it decides itself
     remembers = data.memory is not None
     given = config.features if config.features != features_for(config.sources, remembers) else None

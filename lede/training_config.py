@@ -52,6 +52,9 @@ class TrainConfig:
     """Whether `agreement` is seen in the draft too, at the price of a second head read a token."""
     max_draft: int = 12
     """Most tokens drafted in a round."""
+    fixed_lengths: tuple[int, ...] = ()
+    """Lengths of drafts at each candidate that are made without asking, for wall-clock, ascending: where a decision is
+    dear, as under compiled layers, they let the policy do as a static setting does."""
     algo: Literal["dqn", "double-dqn", "cql", "thresholds"] = "dqn"
     """Algorithm: d3rlpy's DQN, DoubleDQN or DiscreteCQL; or, for wall-clock, thresholds on a calibrated acceptance
     probability, searched on the simulator in seconds."""
@@ -80,8 +83,8 @@ class TrainConfig:
     """Weight of CQL's conservative term."""
     episode: Literal["token", "prompt", "round"] | None = None
     """What an episode is: a generation step as in the paper, a whole prompt, or with wall-clock a round, which prices
-    what comes after it at the average; None for token, or with wall-clock prompt, or round where lookups draft: if they
-    alone do, every choice is learned from at every state."""
+    what comes after it at the average; None for token, or with wall-clock prompt, or round where lookups or fixed
+    drafts are chosen from: if lookups alone are, every choice is learned from at every state."""
     passes: int = 4
     """Times that uniform decisions are played on each trace; a buffer of transitions is taken as it is."""
     min_exits: int = 100
@@ -133,6 +136,11 @@ class TrainConfig:
             raise ValueError(f"learning_rate must be a positive number, got {self.learning_rate}")
         if not self.lookups or list(self.lookups) != sorted(set(self.lookups)) or self.lookups[0] < 1:
             raise ValueError(f"lookups must be ascending lengths of at least 1, got {list(self.lookups)}")
+        if list(self.fixed_lengths) != sorted(set(self.fixed_lengths) & set(range(1, self.max_draft + 1))):
+            raise ValueError(
+                f"fixed_lengths must be ascending lengths within 1..max_draft = {self.max_draft}, got "
+                f"{list(self.fixed_lengths)}"
+            )
         if self.max_suffix is not None:
             LookupConfig(self.max_suffix)  # complains of what it can't search for
         for name in ("explore", "flips"):
@@ -181,6 +189,11 @@ class TrainConfig:
                 f"sources {self.sources} are chosen from by tokens a second: they need traces and a cost profile "
                 "(--profile)"
             )
+        if self.fixed_lengths and (not wall_clock or self.sources == "lookup" or self._weighs_sources):
+            raise ValueError(
+                "fixed_lengths are of drafts by layers that the pre-scan chooses: they need traces, a cost profile "
+                "(--profile) and exit among the sources, alone for --algo thresholds"
+            )
         memory = self._memory()
         names = self.features or (features_for(self.sources, memory != "none") if wall_clock else None)
         staged = wall_clock and self.sources != "lookup"
@@ -192,12 +205,17 @@ class TrainConfig:
             objective=objective,
             steps=self.steps or (8000 if wall_clock else 5000),
             averaging=(0.999 if wall_clock else 0.995) if self.averaging is None else self.averaging,
-            episode=self.episode or (_wall_clock_episode(self.sources) if wall_clock else "token"),
+            episode=self.episode or (_wall_clock_episode(self.sources, self.fixed_lengths) if wall_clock else "token"),
             n_steps=1 if self.sources == "lookup" and self.episode in (None, "round") else self.n_steps,
             keep=self.keep or ("best" if self.profile else "last"),
             features=names,
             memory=memory,
         )
+
+    @property
+    def _weighs_sources(self) -> bool:
+        """Whether thresholds weigh one source against the other."""
+        return self.algo == "thresholds" and self.sources != "exit"
 
     def _memory(self) -> str:
         """What `memory` stands for.
@@ -213,13 +231,13 @@ class TrainConfig:
         return self.memory or ("none" if self.sources == "exit" else "train")
 
 
-def _wall_clock_episode(sources: Sources) -> Literal["prompt", "round"]:
-    """Rounds where the text drafts too.
+def _wall_clock_episode(sources: Sources, fixed_lengths: tuple[int, ...]) -> Literal["prompt", "round"]:
+    """Rounds where the text drafts too, or drafts of fixed lengths do.
 
     Over a whole prompt, values of later rounds are learned from values of still later ones, each the largest of as many
     plans as there are, and nothing that is observed says how much text is left: errors add up, and the loss explodes.
     """
-    return "prompt" if sources == "exit" else "round"
+    return "prompt" if sources == "exit" and not fixed_lengths else "round"
 
 
 def fixed_settings(config: TrainConfig) -> dict[str, Any]:

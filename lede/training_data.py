@@ -24,7 +24,7 @@ from lede.seeding import Purpose, numpy_stream
 from lede.store_parts import sample_shards
 from lede.trace_table import TraceTable
 from lede.transitions import Transitions
-from lede.wall_clock_data import WallClockData, policy_settings
+from lede.wall_clock_data import WallClockData, best_static, policy_settings
 from lede.windows import TransitionWindows
 
 if TYPE_CHECKING:
@@ -187,7 +187,10 @@ def _wall_clock(
 
 
 def _candidates(config: TrainConfig, buffer: TransitionStore | TraceStore, profile: CostProfile | None) -> Layers:
-    """The candidates that were given, the store's, or those that a search finds fastest."""
+    """The candidates that were given, the store's, or those that a search finds fastest.
+
+    With fixed drafts to choose from, the layer of the best of them is among the latter.
+    """
     settings = buffer.settings
     if config.candidates != "auto":
         return parse_candidates(config.candidates or settings.candidates, settings.n_layers)
@@ -199,7 +202,12 @@ def _candidates(config: TrainConfig, buffer: TransitionStore | TraceStore, profi
     table = TraceTable.from_traces(traces, settings.max_new_tokens, settings.vocab_size, config.branches)
     # branches were recorded at the store's candidates alone
     layers = None if table.branches is None else settings.candidates
-    return search_candidates(table, profile.costs, layers, config.max_draft, seed=config.seed).candidates
+    found = search_candidates(table, profile.costs, layers, config.max_draft, seed=config.seed).candidates
+    if not config.fixed_lengths:
+        return found
+    fixed = best_static(table, profile.costs, config.max_draft, layers, config.fixed_lengths).config.exit_layer
+    assert fixed is not None  # none of those that are tried leaves it to the model
+    return tuple(sorted({*found, fixed}))
 
 
 def is_windowed(config: TrainConfig, buffer: TransitionStore | TraceStore) -> bool:

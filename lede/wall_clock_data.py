@@ -26,7 +26,7 @@ from lede.lookup_behaviour import record_choices
 from lede.lookup_table import LookupTable, lookups_of
 from lede.phrase_folds import remember, show
 from lede.phrases import PhraseMemory
-from lede.policies.base import BLIND, Lookup
+from lede.policies.base import BLIND, ExitAt, Lookup
 from lede.policies.learned import LearnedPolicy
 from lede.policies.lookup import LookupPolicy
 from lede.policies.static import StaticConfig, StaticPolicy
@@ -94,8 +94,10 @@ class WallClockData:
             )
         copies, others = self._looked_up(self.training), self._looked_up(self.validation)
         tables = CostTables(costs, self.candidates, self.training.max_context, config.max_draft)
+        self.fixed_drafts = tuple(ExitAt(k, n) for k in self.candidates for n in config.fixed_lengths)
+        plans: list[Lookup | ExitAt] = [*self.lookups, *self.fixed_drafts]
         self._rounds = DraftRounds(
-            self.training, tables, settings.features, seed=config.seed, lookup=copies, lookups=self.lookups
+            self.training, tables, settings.features, seed=config.seed, lookup=copies, plans=plans
         )
         self._clairvoyant = solve(self.training, costs, self.candidates, config.max_draft, config.seed, copies)
         self.static = self._best_static()
@@ -113,8 +115,8 @@ class WallClockData:
 
     @property
     def n_actions(self) -> int:
-        """Continue, exit, a blind draft at each candidate, and each lookup."""
-        return BLIND + len(self.candidates) + len(self.lookups)
+        """Continue, exit, a blind draft at each candidate, each lookup and each fixed draft."""
+        return BLIND + len(self.candidates) + len(self.lookups) + len(self.fixed_drafts)
 
     @property
     def scans(self) -> bool:
@@ -128,6 +130,7 @@ class WallClockData:
             "candidates": self.candidates,
             "lookup": self.lookup,
             "lookups": self.lookups,
+            "fixed_drafts": self.fixed_drafts,
             "memory": self.memory,
         }
 
@@ -261,13 +264,17 @@ def stage_flags(features: FeatureConfig) -> tuple[int, ...]:
 
 
 def best_static(
-    table: TraceTable, costs: CostModel, max_draft: int = 12, layers: Sequence[int] | None = None
+    table: TraceTable,
+    costs: CostModel,
+    max_draft: int = 12,
+    layers: Sequence[int] | None = None,
+    lengths: Sequence[int] = STATIC_LENGTHS,
 ) -> StaticPolicy:
     """The static setting with the largest simulated rate; every layer up to L/2 unless `layers` are given."""
     tried = [
         StaticPolicy(exit_layer=layer, draft_length=length, max_draft=max_draft)
         for layer in (layers or range(1, table.n_layers // 2 + 1))
-        for length in STATIC_LENGTHS
+        for length in lengths
         if length <= max_draft
     ]
     return max(tried, key=lambda policy: simulate(policy, table, costs).rate)

@@ -25,7 +25,8 @@ def policy_of(kind: str, seed: int = 0) -> Policy | None:
     if kind == "learned":
         return learned_policy(seed)
     lookups = 0.6 if "lookups" in kind else 0.0
-    return RandomPolicy(seed=seed, gap_probability=0.5 if "gaps" in kind else 0.0, lookup_probability=lookups)
+    gaps = 0.5 if "gaps" in kind else 0.0
+    return RandomPolicy(seed=seed, fixed_probability=0.4, gap_probability=gaps, lookup_probability=lookups)
 
 
 def learned_policy(seed: int) -> LearnedPolicy:

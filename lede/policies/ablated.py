@@ -130,7 +130,10 @@ class AblatedPolicy(Policy):
         """The fixed layer, or the base's answer."""
         if self._plan is not None and not isinstance(self.base, SurvivalPolicy):
             return self._plan
-        return self.base.pre_scan(state)  # a survival policy begins its product here
+        plan = self.base.pre_scan(state)  # a survival policy begins its product here
+        if self.config.draft_length is not None and isinstance(plan, ExitAt):
+            return ExitAt(plan.exit_layer)  # its length is ours
+        return plan
 
     def scan(self, state: LayerState) -> bool:
         """The base's answer."""

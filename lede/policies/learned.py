@@ -34,6 +34,8 @@ class LearnedConfig(PolicyConfig):
     """How the text is searched for drafts; None keeps no index."""
     lookups: tuple[Lookup, ...] = ()
     """Drafts from the text that the pre-scan chooses from."""
+    fixed_drafts: tuple[ExitAt, ...] = ()
+    """Drafts of a fixed length at a candidate, which are not asked about, that the pre-scan chooses from."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,16 +46,21 @@ class LearnedConfig(PolicyConfig):
             )
         if len(set(self.lookups)) != len(self.lookups):
             raise ValueError(f"lookups must be distinct, got {list(self.lookups)}")
+        drafts, candidates = self.fixed_drafts, self.candidates
+        if len(set(drafts)) != len(drafts) or any(plan.length is None for plan in drafts):
+            raise ValueError(f"fixed drafts must be distinct and have a length, got {list(drafts)}")
+        if drafts and candidates is not None and not {plan.exit_layer for plan in drafts} <= set(candidates):
+            raise ValueError(f"fixed drafts must be at candidates, {list(candidates)}, got {list(drafts)}")
 
 
 class LearnedPolicy(Policy):
     """Exits where Q(EXIT) > Q(CONTINUE), and drafts on at the exit layer while that still holds; ties continue.
 
-    A network with two outputs always scans. One with 2 + K + J outputs, for K candidates and J lookups, also decides
-    the pre-scan, by the largest of all its values: CONTINUE skips the draft, EXIT scans, 2 + k drafts blind at
-    candidate k, 2 + K + j drafts by `lookups[j]`, and the lowest of equals is taken. It must see which stage it is
-    asked in, unless it has no candidates (`candidates=()`): then it chooses among lookups and the skip alone, never
-    scans, and no head is ever read to decide.
+    A network with two outputs always scans. One with 2 + K + J + F outputs, for K candidates, J lookups and F fixed
+    drafts, also decides the pre-scan, by the largest of all its values: CONTINUE skips the draft, EXIT scans, 2 + k
+    drafts blind at candidate k, 2 + K + j drafts by `lookups[j]`, 2 + K + J + f is `fixed_drafts[f]`, and the lowest of
+    equals is taken. It must see which stage it is asked in, unless it has no candidates (`candidates=()`): then it
+    chooses among lookups and the skip alone, never scans, and no head is ever read to decide.
 
     Made by `from_network` or loaded from a folder; without a network it refuses to run.
 
@@ -225,12 +232,13 @@ class LearnedPolicy(Policy):
         names = self.config.features.names
         if network.n_features != len(names):
             raise ValueError(f"the Q-network takes {network.n_features} features, the config names {list(names)}")
-        candidates, n_lookups = self.config.candidates, len(self.config.lookups)
-        if network.n_outputs > BLIND or n_lookups or candidates == ():
-            n_plans = network.n_outputs - BLIND - n_lookups
+        candidates, n_lookups, n_fixed = self.config.candidates, len(self.config.lookups), len(self.config.fixed_drafts)
+        if network.n_outputs > BLIND or n_lookups or n_fixed or candidates == ():
+            n_plans = network.n_outputs - BLIND - n_lookups - n_fixed
             if candidates is None or len(candidates) != n_plans or not candidates + self.config.lookups:
                 given = "none are given" if candidates is None else f"they are {list(candidates)}"
                 beside = f", beside {n_lookups} lookups" if n_lookups else ""
+                beside += f", beside {n_fixed} fixed drafts" if n_fixed else ""
                 raise ValueError(
                     f"a Q-network with {network.n_outputs} outputs decides the pre-scan among {n_plans} candidates"
                     f"{beside}, but {given}"
@@ -243,7 +251,7 @@ class LearnedPolicy(Policy):
             if not candidates:
                 network = _without_scan(network)
         self._network = network
-        self._plans = numbered_plans(candidates or (), self.config.lookups)
+        self._plans = numbered_plans(candidates or (), self.config.lookups, self.config.fixed_drafts)
 
 
 def _without_scan(network: QNetwork) -> QNetwork:

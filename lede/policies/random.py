@@ -35,6 +35,8 @@ class RandomConfig(PolicyConfig):
     """Probability that a round is a plain pass."""
     blind_probability: float = 0.2
     """Probability that a round drafts at a random candidate without looking at it."""
+    fixed_probability: float = 0.0
+    """Probability that such a draft has a random length of up to 8 and is not asked about."""
     exit_probability: float = 0.5
     """Probability of an exit at each candidate of a scan."""
     draft_probability: float = 0.7
@@ -51,6 +53,7 @@ class RandomConfig(PolicyConfig):
         for name in (
             "skip_probability",
             "blind_probability",
+            "fixed_probability",
             "exit_probability",
             "draft_probability",
             "gap_probability",
@@ -111,7 +114,9 @@ class RandomPolicy(Policy):
             return self._copies()
         if draw >= self.config.skip_probability + self.config.blind_probability:
             return PreScan.SCAN
-        return ExitAt(self._layer())
+        layer = self._layer()
+        fixed = self.config.fixed_probability > 0 and self._stream.random() < self.config.fixed_probability
+        return ExitAt(layer, int(self._stream.integers(1, 9)) if fixed else None)
 
     def _layer(self) -> int:
         if self._layers is None:

@@ -33,10 +33,17 @@ class SurvivalConfig(PolicyConfig):
     """Least probability that the draft is accepted up to and with the next token, to draft it."""
     blind: int | None = None
     """Layer to draft at in every round without a scan; None scans."""
+    fixed_length: int | None = None
+    """Tokens drafted there in every round, which are not asked about; None asks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_thresholds(self.thresholds, self.survival)
+        if self.fixed_length is not None and (self.blind is None or not 1 <= self.fixed_length <= self.max_draft):
+            raise ValueError(
+                f"a fixed length must be within 1..max_draft = {self.max_draft} and needs a layer to draft blind at, "
+                f"got {self.fixed_length} at {self.blind}"
+            )
 
 
 class SurvivalPolicy(Policy):
@@ -116,12 +123,12 @@ class SurvivalPolicy(Policy):
             self._held.reset()
 
     def pre_scan(self, state: PreScanState) -> PreScan | ExitAt:
-        """Scan, or draft blind where that is set."""
+        """Scan, or draft blind where that is set, as many tokens as are set."""
         self.reset()
         if self.config.blind is None:
             return PreScan.SCAN
         self._survival.begin_blind(self.config.blind)
-        return ExitAt(self.config.blind)
+        return ExitAt(self.config.blind, self.config.fixed_length)
 
     def scan(self, state: LayerState) -> bool:
         """Exit when acceptance is at least as likely as the candidate's threshold."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,25 @@ def test_plans_of_the_pre_scan() -> None:
         # the plans' values count for nothing in the other stages
         state = LayerState(2, 0, np.asarray([*values, 1, 0], dtype=np.float32))
         assert policy.scan(state) == policy.draft(state) == (values[1] > values[0])
+
+
+def test_fixed_drafts_are_plans_behind_the_others(tmp_path: Path) -> None:
+    names, drafts = ("entropy", "margin", "trace", "survival", "surprisal", "in_scan", "in_draft"), (ExitAt(4, 3),)
+    settings: dict[str, Any] = {"features": FeatureConfig(names), "candidates": (1, 4), "fixed_drafts": drafts}
+    policy = LearnedPolicy.from_network([(np.eye(5, 7), np.zeros(5))], **settings)
+    assert policy.pre_scan(before([1, 1, 0, 0, 2, 0, 0])) == ExitAt(4, 3)
+    assert policy.pre_scan(before([1, 1, 0, 2, 1, 0, 0])) == ExitAt(4)
+    policy.save_pretrained(str(tmp_path))
+    assert LearnedPolicy.from_pretrained(str(tmp_path)).config == policy.config
+    for bad_drafts in ((ExitAt(4),), (ExitAt(4, 3), ExitAt(4, 3))):
+        with pytest.raises(ValueError, match="must be distinct and have a length"):
+            LearnedConfig(**{**settings, "fixed_drafts": bad_drafts})
+    with pytest.raises(ValueError, match=r"fixed drafts must be at candidates, \[1, 4\]"):
+        LearnedConfig(**{**settings, "fixed_drafts": (ExitAt(2, 3),)})
+    with pytest.raises(ValueError, match="at least 1 token, got 0"):
+        ExitAt(4, 0)
+    with pytest.raises(ValueError, match="among 3 candidates, beside 1 fixed drafts, but they are"):
+        LearnedPolicy.from_network(random_layers(7, 6), **settings)
 
 
 def test_two_outputs_always_scan() -> None:

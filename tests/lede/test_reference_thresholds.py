@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lede.reference_thresholds import (
 from lede.round_outcomes import RoundOutcomes
 from lede.simulation import simulate
 from lede.trace_table import TraceTable
+from lede.wall_clock_data import best_static
 from tests.matched_texts import VOCAB_SIZE, random_texts, with_branches
 from tests.planted_costs import AGAIN, BLOCKS, PLANTED
 from tests.tiny_models import N_LAYERS, plain_generate, prompt, tiny_model
@@ -115,6 +117,23 @@ def test_the_reference_is_searched_and_saved(tmp_path: Path) -> None:
     loaded = SurvivalPolicy.from_pretrained(str(tmp_path / "policy"))
     assert loaded.config == policy.config
     assert simulate(loaded, table, COSTS).rate == rate
+
+
+def test_where_decisions_are_dear_a_fixed_length_is_found() -> None:
+    """The best of the static settings then; where they are cheap, thresholds as before."""
+    table, lengths = a_table(), (1, 2, 3, 4)
+    dear = replace(COSTS, costs=replace(COSTS.costs, observe=1.0))
+    found = reference_thresholds(table, dear, CANDIDATES, max_draft=CAP, fixed_lengths=lengths)
+    static = best_static(table, dear, CAP, CANDIDATES, lengths)
+    assert (found.config.blind, found.config.fixed_length) == (static.config.exit_layer, static.config.draft_length)
+    played, wanted = (simulate(policy, table, dear) for policy in (found, static))
+    assert played.rate == pytest.approx(wanted.rate)
+    assert simulate(reference_thresholds(table, dear, CANDIDATES, max_draft=CAP), table, dear).rate < wanted.rate / 2
+    cheap = reference_thresholds(table, COSTS, CANDIDATES, max_draft=CAP)
+    assert reference_thresholds(table, COSTS, CANDIDATES, max_draft=CAP, fixed_lengths=lengths).config == cheap.config
+    for blind, length in ((None, 2), (3, CAP + 1), (3, 0)):
+        with pytest.raises(ValueError, match=r"a fixed length must be within 1\.\.max_draft"):
+            replace(found.config, blind=blind, fixed_length=length)
 
 
 @pytest.mark.parametrize(

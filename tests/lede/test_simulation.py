@@ -22,6 +22,7 @@ from lede.policies import (
     AblatedPolicy,
     DraftVerifyPolicy,
     DynamicExitLayerPolicy,
+    ExitAt,
     LearnedPolicy,
     Policy,
     RandomPolicy,
@@ -40,6 +41,9 @@ from tests.tiny_models import N_LAYERS, tiny_model
 
 CANDIDATES = (1, 2, 4)
 STAGES = ("in_scan", "in_draft")
+FIXED = (ExitAt(1, 1), ExitAt(2, 3), ExitAt(4, 7))
+MIXED = (45, 53, 57, 59)  # networks that choose fixed drafts in some rounds, and other plans in others
+COLUMNS = ("fixed", "n_drafted", "n_accepted")
 BUDGET = 24
 PROMPTS = ([3, 5, 7, 11], [2, 4], [90, 17, 33, 71, 8], [1], [64, 65, 66])
 
@@ -53,13 +57,22 @@ def random_network(names: Sequence[str], outputs: int, seed: int) -> list[tuple[
     ]
 
 
-def learned(names: tuple[str, ...], outputs: int, seed: int = 0, draft_agreement: bool = False) -> LearnedPolicy:
+def learned(
+    names: tuple[str, ...],
+    outputs: int,
+    seed: int = 0,
+    draft_agreement: bool = False,
+    fixed_drafts: tuple[ExitAt, ...] = (),
+) -> LearnedPolicy:
     forecast = made_up(CANDIDATES) if "outlook" in names else None
     features = FeatureConfig(names=names, draft_agreement=draft_agreement, forecast=forecast)
-    network = random_network(names, outputs, seed)
-    return LearnedPolicy.from_network(network, candidates=CANDIDATES, features=features, max_draft=5)
+    network = random_network(names, outputs + len(fixed_drafts), seed)
+    return LearnedPolicy.from_network(
+        network, candidates=CANDIDATES, features=features, max_draft=5, fixed_drafts=fixed_drafts
+    )
 
 
+FORECASTS = made_up_survival(2, CANDIDATES)
 POLICIES: dict[str, Policy | None] = {
     "plain": None,
     "static": StaticPolicy(exit_layer=2, draft_length=3),
@@ -68,6 +81,9 @@ POLICIES: dict[str, Policy | None] = {
     "paper, more": learned(("surprisal", "margin", "agreement", "trace"), 2, seed=2),
     **{f"plans {i}": learned(WALL_CLOCK_FEATURES, 2 + len(CANDIDATES), seed=i) for i in range(6)},
     "plans, second read": learned(WALL_CLOCK_FEATURES, 2 + len(CANDIDATES), seed=4, draft_agreement=True),
+    **{f"fixed {i}": learned(WALL_CLOCK_FEATURES, 2 + len(CANDIDATES), i, fixed_drafts=FIXED) for i in MIXED},
+    "fixed, second read": learned(WALL_CLOCK_FEATURES, 2 + len(CANDIDATES), 57, True, FIXED),
+    "fixed always": SurvivalPolicy.from_model(FORECASTS.model, replace(FORECASTS.config, blind=2, fixed_length=4)),
     **{f"calibrated {i}": learned((*CALIBRATED, *STAGES), 2 + len(CANDIDATES), seed=i) for i in range(2)},
 }
 
@@ -127,6 +143,7 @@ def test_seconds_are_those_of_the_cost_model(traces: dict[str, list[PromptTrace]
         context = int(table.prompt_length[prompt]) + t - 1
         ending = ENDINGS[log.ending[i]]
         asked = policy is not None and features is not None and policy.decides_pre_scan
+        seen = None if log.fixed[i] else features
         if BUDGET - t <= 1:
             wanted = costs.plain_seconds(context)  # no room for a draft, so nobody is asked
         elif policy is None:
@@ -138,12 +155,30 @@ def test_seconds_are_those_of_the_cost_model(traces: dict[str, list[PromptTrace]
                 int(log.layer[i]) or None,
                 int(log.n_drafted[i]),
                 "cap" if ending == "plain" else ending,  # type: ignore[arg-type]
-                features=features,
-                pre_scan=asked,
+                features=seen,
+                pre_scan=asked and seen is not None,
                 lowest=CANDIDATES[0],
             )
+            wanted += costs.pre_scan_seconds(features) if asked and seen is None else 0.0
         assert log.seconds[i] == pytest.approx(wanted, rel=1e-9)
     assert np.bincount(log.prompt, log.seconds) == pytest.approx(found.seconds)
+
+
+def test_policies_choose_fixed_drafts_and_others(traces: dict[str, list[PromptTrace]]) -> None:
+    """Or the tests above would hold for nothing."""
+    table = TraceTable.from_traces(traces["llama"], BUDGET, 128)
+    costs = CostModel(N_LAYERS, (None,) * N_LAYERS, PLANTED)
+    logs = [simulate(POLICIES[f"fixed {i}"], table, costs).log for i in MIXED]
+    fixed, drafted, accepted = (np.concatenate([getattr(log, name) for log in logs]) for name in COLUMNS)
+    assert set(fixed.tolist()) == {0, 1, 3, 7}
+    assert ((fixed == 0) & (drafted > 0)).any()
+    assert set(drafted[fixed == 7].tolist()) >= {5}  # max_draft cuts it
+    assert ((accepted < drafted) & (fixed > 0)).any()
+    always = simulate(POLICIES["fixed always"], table, costs)
+    static = simulate(StaticPolicy(exit_layer=2, draft_length=4), table, costs)
+    assert always.tokens.tolist() == static.tokens.tolist()
+    assert always.seconds == pytest.approx(static.seconds)
+    assert always.head_reads.tolist() == static.head_reads.tolist()
 
 
 def test_random_policy_meets_every_kind_of_round(traces: dict[str, list[PromptTrace]]) -> None:

@@ -19,11 +19,12 @@ from lede.evaluation import EvaluateConfig, evaluate
 from lede.features import CALIBRATED_FEATURES, MEMORY_FEATURES
 from lede.lookup import LookupConfig
 from lede.policies import LearnedPolicy, LookupPolicy, LookupValuePolicy, SourceValuePolicy
-from lede.policies.base import LayerState, Lookup, Policy, PreScan, PreScanState
+from lede.policies.base import ExitAt, LayerState, Lookup, Policy, PreScan, PreScanState
 from lede.simulation import simulate
 from lede.threshold_training import train_thresholds
 from lede.trace_table import TraceTable
 from lede.training import TrainConfig, train
+from lede.wall_clock_data import best_static as best_exit
 from tests.copied_texts import VOCABULARY, copied_text
 from tests.planted_costs import PLANTED
 
@@ -205,9 +206,35 @@ def test_a_resumed_run_ends_in_the_same_weights(traces: TraceStore, sources: str
         np.testing.assert_array_equal(tensor, resumed.tensors()[name])
 
 
+@pytest.mark.parametrize("sources", ["exit", "exit,lookup"])
+def test_drafts_of_fixed_lengths_are_learned(traces: TraceStore, sources: str, tmp_path: Path) -> None:
+    """Where deciding is dear the policy ends up with them."""
+    few, steps = traces.select(range(10)), 45 if sources == "exit" else 15
+    costs = replace(COSTS, costs=replace(COSTS.costs, observe=3e-3, policy=3e-3))
+    settings = config(
+        tmp_path, sources=sources, steps=steps, refresh_interval=15, eval_interval=45, checkpoint_interval=45,
+        lookups=(2,), max_suffix=3, continuation="recent", candidates="auto", fixed_lengths=(2, 4), memory="none",
+    )  # fmt: skip
+    replace(PROFILE, costs=costs).save(tmp_path / "profile.json")
+    policy = train(settings, few, progress=False)
+    candidates = policy.config.candidates
+    assert policy.config.fixed_drafts == tuple(ExitAt(layer, n) for layer in candidates or () for n in (2, 4))
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["episode"] == "round"
+    table = TraceTable.from_traces(list(few.prompts), BUDGET, VOCABULARY)
+    best = best_exit(table, costs, layers=(1, 3), lengths=(2, 4))
+    assert best.config.exit_layer in (candidates or ())
+    if sources == "exit":
+        assert (simulate(policy, table, costs).log.fixed > 0).any()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"fixed_lengths": (4, 2)}, r"ascending lengths within 1\.\.max_draft = 12, got \[4, 2\]"),
+        ({"fixed_lengths": (13,)}, r"within 1\.\.max_draft = 12, got \[13\]"),
+        ({"fixed_lengths": (2,), "objective": "paper"}, "fixed_lengths are of drafts by layers"),
+        ({"fixed_lengths": (2,), "sources": "lookup"}, "fixed_lengths are of drafts by layers"),
+        ({"fixed_lengths": (2,), "sources": "exit,lookup", "algo": "thresholds"}, "alone for --algo thresholds"),
         ({"sources": "lookup", "objective": "paper"}, "sources lookup are chosen from by tokens a second"),
         ({"sources": "lookup", "algo": "thresholds", "prune_at": (2,)}, "leave out --prune-at"),
         ({"lookups": (4, 2)}, "lookups must be ascending"),
