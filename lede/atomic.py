@@ -24,6 +24,26 @@ def write_atomically(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+def prepare_file(path: Path, option: str = "--out") -> None:
+    """Make the folder that a file will lie in: called before the work that fills it, so that nothing fails after it.
+
+    Args:
+        path: The file.
+        option: What the user gave it as.
+
+    Raises:
+        ValueError: It is a folder, or its own folder can't be made or written.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give a file as {option}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder of {path}: {error.strerror}; give another {option}") from error
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"cannot write into the folder of {path}; give another {option}")
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable; only POSIX can, elsewhere nothing is done."""
     if os.name != "posix":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from lede.atomic import prepare_file, write_atomically
 from lede.contenders import Contender, check_contenders, parse_contenders
 
 if TYPE_CHECKING:
@@ -80,20 +81,17 @@ def evaluate(
         ImportError: Fitted Q evaluation is wanted and d3rlpy is not installed.
         ValueError: A store, the profile or a policy can't be used, or they belong to different models.
     """
-    if config.out is not None and config.out.is_dir():
-        raise ValueError(f"{config.out} is a folder; give a file as --out")
     contenders = parse_contenders(config.policy, config.reference)
     traces = _open_traces(config.traces) if traces is None else traces
     profile = _profile(config, contenders) if profile is None else profile
     check_contenders(traces.settings, profile, contenders)
     if config.out is not None:
-        config.out.parent.mkdir(parents=True, exist_ok=True)  # fails before the work, not after
+        prepare_file(config.out)
     fitted, notes = _off_policy(config, traces, contenders) if config.fqe else ({}, [])
     found = _evaluate(config, traces, profile, contenders, fitted, notes)
 
     from rich.console import Console
 
-    from lede.atomic import write_atomically
     from lede.evaluation_report import report
 
     console = Console()

@@ -25,6 +25,7 @@ from lede.devices import home_of, places_of
 from lede.ends import Embedding, Readout, part
 from lede.families import FAMILIES, Family, UnsupportedModelError, check_supported
 from lede.fast_linear import accelerated
+from lede.model_place import DEMO_FOLDER, loading_failure, model_place
 from lede.snapshot import Snapshot, trains_otherwise
 from lede.sublayers import Record, Sublayers
 
@@ -44,7 +45,6 @@ __all__ = [
     "load_model",
 ]
 
-DEMO_FOLDER = Path(__file__).parent / "demo" / "model"
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
 
 
@@ -354,7 +354,7 @@ def load_model(
 
     Raises:
         UnsupportedModelError: Before any weights are read, when the architecture is not in `FAMILIES`.
-        ValueError: When the folder or id can't be loaded, or a pair comes with options that would change it.
+        ValueError: When it is no folder, id or pair or can't be loaded, or a pair comes with options that change it.
     """
     if isinstance(model, tuple):
         if device is not None or dtype is not None or gguf_file is not None or revision is not None or from_pretrained:
@@ -362,12 +362,7 @@ def load_model(
         return _prepared(EarlyExitModel(*model), compile, pack_weights)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    source = str(DEMO_FOLDER) if str(model) == "demo" else str(model)
-    if gguf_file is None and source.endswith(".gguf"):
-        source, gguf_file = str(Path(source).parent), Path(source).name
-    where: dict[str, Any] = {"revision": revision} if revision else {}
-    if gguf_file is not None:
-        where["gguf_file"] = gguf_file
+    source, where = model_place(model, gguf_file, revision)
     try:
         check_supported(AutoConfig.from_pretrained(source, **where))
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
@@ -385,12 +380,11 @@ def load_model(
     except UnsupportedModelError:
         raise
     except ImportError as error:
-        hint = "; pip install 'lede-rl[gguf]'" if gguf_file else ""
+        hint = "; pip install 'lede-rl[gguf]'" if "gguf_file" in where else ""
         raise ValueError(f"cannot load model '{model}': {error}{hint}") from error
     # torch says by an assertion that it has no such device; transformers says by ValueError what a folder lacks
     except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"cannot load model '{model}': {first_line}") from error
+        raise ValueError(loading_failure(model, source, error)) from error
     return _prepared(EarlyExitModel(hf_model.eval(), tokenizer, str(model)), compile, pack_weights)
 
 

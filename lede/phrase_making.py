@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from lede.atomic import prepare_file
 from lede.lookup import MAX_MATCH
 from lede.phrases import MAX_SUFFIX, PhraseMemory, Text
 from lede.prompts import Chat, encode_prompts
@@ -64,8 +65,6 @@ def make_phrases(config: PhrasesConfig, model: EarlyExitModel | None = None) -> 
     """
     from lede.models import load_model
 
-    if config.out.is_dir() or not config.out.resolve().parent.is_dir():
-        raise ValueError(f"cannot write {config.out}: give a file in a folder that exists as --out")
     hashes: dict[str, str | None] = {}
     texts: list[Text] = []
     for name in config.buffer:
@@ -87,6 +86,7 @@ def make_phrases(config: PhrasesConfig, model: EarlyExitModel | None = None) -> 
     memory = PhraseMemory.from_texts(texts, config.max_suffix, whose)
     if not len(memory):
         raise ValueError("the texts hold nothing to remember: give some of at least two tokens")
+    prepare_file(config.out)
     memory.save(config.out)
     print(
         f"{len(memory):,} n-grams of up to {memory.max_suffix} tokens, of {len(texts):,} texts, "

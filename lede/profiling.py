@@ -67,11 +67,10 @@ def profile(config: ProfileConfig, model: EarlyExitModel | None = None) -> CostP
     Raises:
         ValueError: The model, the candidates or the file can't be used, or no context fits; before anything is timed.
     """
-    if config.out.is_dir():
-        raise ValueError(f"{config.out} is a folder; give a file as --out")
     from rich.console import Console
     from rich.progress import Progress
 
+    from lede.atomic import prepare_file
     from lede.cost_measurement import fitting
     from lede.cost_report import report
     from lede.features import parse_candidates
@@ -83,7 +82,7 @@ def profile(config: ProfileConfig, model: EarlyExitModel | None = None) -> CostP
         )
     candidates = parse_candidates(config.candidates, model.n_layers)
     contexts = fitting(config.context_lengths, model)
-    config.out.parent.mkdir(parents=True, exist_ok=True)  # fails before the measuring, not after
+    prepare_file(config.out)
     console = Console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=config.repeats + 1)

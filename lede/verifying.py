@@ -142,13 +142,11 @@ def run_verify(config: VerifyConfig, model: EarlyExitModel | None = None) -> Ver
     """
     from rich.console import Console
 
-    from lede.atomic import write_atomically
+    from lede.atomic import prepare_file, write_atomically
     from lede.verify_table import prompt_lines, report
 
     if config.out is not None:
-        if config.out.is_dir():
-            raise ValueError(f"{config.out} is a folder; give a file as --out")
-        config.out.parent.mkdir(parents=True, exist_ok=True)  # fails before the work, not after
+        prepare_file(config.out)
     console = Console()
 
     def tell(dtype: str, findings: Sequence[Finding]) -> None:

@@ -180,6 +180,23 @@ def test_missing_folder_is_told_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./nothing", "'./nothing': there is no folder or file of that name"),
+        ("runs/of/mine", "'runs/of/mine': there is no folder or file of that name"),
+        ("runs/mine", "And there is no folder runs/mine here."),
+        (5, "model must be a folder, a hub id, 'demo' or a pair .* got int"),
+        (tiny_hf_model("llama"), "got LlamaForCausalLM; a model that is loaded already goes in as a pair"),
+    ],
+    ids=["path", "deep path", "hub id or folder", "number", "model"],
+)
+def test_what_is_no_model_is_told_as_that(model: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=message):
+        load_model(model)
+
+
 def test_damaged_folder_and_absent_device_are_told_in_one_line(tmp_path: Path) -> None:
     tiny_hf_model("llama", torch.float32).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -197,7 +197,8 @@ def test_the_command_reads_stores_and_files(tmp_path: Path, capsys: pytest.Captu
         (["--buffer", "a.zarr", "--model", "demo"], "give texts and model both"),
         (["--texts", "a.pdf", "--model", "demo"], "must be .jsonl or .txt files, got a.pdf"),
         (["--buffer", "a.zarr", "--max-suffix", "0"], "--max-suffix must be within 1..32, got 0"),
-        (["--buffer", "a.zarr", "--out", "no/such/m"], "a file in a folder that exists"),
+        (["--texts", "some.txt", "--model", "demo", "--out", "."], "give a file as --out"),
+        (["--texts", "some.txt", "--model", "demo", "--out", "some.txt/m"], "cannot make the folder of some.txt/m"),
         (["--texts", "bad.jsonl", "--model", "demo"], "bad.jsonl, line 2: must be an object with `text`"),
         (["--texts", "broken.jsonl", "--model", "demo"], "broken.jsonl, line 1: not JSON"),
         (["--texts", "missing.txt", "--model", "demo"], "cannot read texts 'missing.txt'"),
@@ -215,6 +216,7 @@ def test_what_it_can_t_read_is_told_in_one_line(
     Path("bad.jsonl").write_text('{"text": "a b"}\n{"prompt": "a"}\n')
     Path("broken.jsonl").write_text("{\n")
     Path("empty.txt").write_text("")
+    Path("some.txt").write_text("a b c")
     out = [] if "--out" in arguments else ["--out", "m"]
     assert main(["phrases", *arguments, *out]) == 2
     said = capsys.readouterr().err
