@@ -108,3 +108,6 @@ class _Shown:
         """Raise ValueError unless a draft can leave after `layer` layers."""
         if not 1 <= layer < self.n_layers:
             raise ValueError(f"exit layer {layer} is outside 1..{self.n_layers - 1} of the traces' model")
+
+    def check_sublayers(self) -> None:
+        """Nothing runs here: drafts with gaps are refused by the simulator, which says why."""

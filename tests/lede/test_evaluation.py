@@ -263,6 +263,8 @@ def test_fitted_q_evaluation_needs_d3rlpy(
         ({"policy": ("static:exit_layer=6",)}, "exit layer 6 is outside 1..5"),
         ({"policy": ("plain",), "candidates": "7"}, "7"),
         ({"policy": ("nobody",)}, "neither a folder nor one of"),
+        ({"policy": ("swift",)}, "the swift policy drafts with gaps; traces know exits alone"),
+        ({"policy": ("conflayers",)}, "the conflayers policy drafts with gaps"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str, store: TraceStore) -> None:
