@@ -20,7 +20,7 @@ from lede.demo.run import LEARNED
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"lede": "lede", "envs": "lede/envs", "collectors": "lede/collectors", "buffers": "lede/buffers"}
 BESIDE = (
-    *("tests", ".ci", "train.py", "deploy.py", "pyproject.toml", "MANIFEST.in"),
+    *("tests", "docs", "benchmarks", ".ci", "train.py", "deploy.py", "pyproject.toml", "MANIFEST.in"),
     *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"),
 )
 LITTER = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
@@ -69,7 +69,10 @@ def test_sdist_holds_the_entry_points_and_the_tests(built: Path) -> None:
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         members = {member.name.split("/", 1)[-1]: member for member in archive.getmembers()}
-    assert {"train.py", "deploy.py", "LICENSE", "tests/test_package.py", "envs/__init__.py"} <= set(members)
+    assert {"train.py", "deploy.py", "LICENSE", "envs/__init__.py"} <= set(members)
+    for folder in ("tests", "docs", "benchmarks"):  # tests read docs and run benchmarks
+        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file()}
+        assert {name for name in files if "_cache" not in name and "__pycache__" not in name} <= set(members)
     assert not any(member.issym() or member.islnk() for member in members.values())
 
 
