@@ -99,7 +99,9 @@ def _check_alike(url: str, settings: StoreSettings, other_url: str, other: Store
         only = (
             ""
             if len(odd) > len(of_collection) or renumber
-            else (". They are different collections on the same model: renumber lays them one after the other")
+            else (
+                ". They are different collections on the same model: renumbering (--renumber) lays them one after the other"
+            )
         )
         raise ValueError(
             f"{url} and {other_url} can't be merged, they differ ({url} / {other_url}): {'; '.join(odd)}{only}"

@@ -141,6 +141,6 @@ class CollectConfig:
         episodes = n_prompts if self.episodes is None else self.episodes
         if episodes > n_prompts and not self.cycle:
             raise ValueError(
-                f"{episodes} episodes need as many prompts, there are {n_prompts}; ask for fewer, or cycle"
+                f"{episodes} episodes need as many prompts, there are {n_prompts}; ask for fewer, or cycle (--cycle)"
             )
         return episodes

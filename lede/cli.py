@@ -106,7 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = _split(arguments)
     if name is None:
-        return _fail(f"there is no command '{' '.join(arguments[:2])}'; commands are {', '.join(COMMANDS)}")
+        family = [name for name in COMMANDS if name.startswith(f"{arguments[0]} ")]
+        if family and arguments[1:2] in ([], ["-h"], ["--help"]):
+            print(usage(family))
+            return 0 if arguments[1:] else USAGE_ERROR
+        told = " ".join(arguments[: 2 if family else 1])
+        return _fail(f"there is no command '{told}'; commands are {', '.join(family or COMMANDS)}")
     config_class: Any = None
     try:
         with warnings.catch_warnings():
@@ -134,10 +139,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return done.exit_code if isinstance(done, Verdict) else 0
 
 
-def usage() -> str:
-    """The list of commands."""
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+def usage(names: Sequence[str] = tuple(COMMANDS)) -> str:
+    """The list of commands, or of some of them."""
+    width = max(map(len, names))
+    rows = "\n".join(f"  {name:<{width}}  {COMMANDS[name].help}" for name in names)
     return (
         "lede: early-exit self-speculative decoding with learned policies\n\n"
         f"usage: lede COMMAND [OPTIONS]\n\n{rows}\n\n`lede COMMAND --help` lists the options of a command."

@@ -20,11 +20,19 @@ PACKAGES = (
     "d3rlpy",
     "tensorboard",
     "matplotlib",
+    "scikit-learn",
+    "rouge-score",
     "gguf",
+    "accelerate",
     "onnx",
     "onnxscript",
     "onnxruntime",
+    "minari",
+    "h5py",
+    "ray",
+    "s3fs",
 )
+"""What lede needs, with every extra."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from lede.training_config import TrainConfig, as_json
 
 if TYPE_CHECKING:
     from lede.buffers.store import TraceStore, TransitionStore
+    from lede.lookup import LookupConfig
     from lede.policies.lookup_value import LookupValuePolicy
     from lede.policies.source_value import SourceValuePolicy
     from lede.policies.survival import SurvivalPolicy
@@ -74,7 +75,7 @@ def train_thresholds(
     policy.save_pretrained(str(folder.policy))
     watch.write()
     layers = f"at layers {', '.join(map(str, data.candidates))}" if data.candidates else ""
-    where = " and ".join(part for part in (layers, f"by lookup ({data.lookup})" if data.lookup else "") if part)
+    where = " and ".join(part for part in (layers, _told(data.lookup) if data.lookup else "") if part)
     Console(quiet=not progress).print(f"{speedup:.2f}x plain, simulated, {where}; in {folder.policy}", soft_wrap=True)
     return policy
 
@@ -113,4 +114,12 @@ def _fitted(config: TrainConfig, data: WallClockData) -> SurvivalPolicy | Lookup
         return reference_lookups(data.training, data.costs, data.lookup, config.lookups, features, **common)
     return reference_sources(
         data.training, data.costs, data.candidates, data.lookup, data.lookups, features, config.max_draft, **common
+    )
+
+
+def _told(lookup: LookupConfig) -> str:
+    """How the text is searched, in the words of the options."""
+    return (
+        f"by lookup (--max-suffix {lookup.max_suffix}, min_suffix {lookup.min_suffix}, "
+        f"--continuation {lookup.continuation})"
     )

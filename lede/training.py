@@ -71,7 +71,7 @@ def _train(
         raise ValueError(f"batch_size {config.batch_size} can't be shared evenly among {processes.size} processes")
     folder = RunFolder(config.out, writes=processes.first)
     if folder.used and not config.resume:
-        raise ValueError(f"{config.out} holds a run already: resume it, or give another folder")
+        raise ValueError(f"{config.out} holds a run already: resume it (--resume), or give another folder")
     watch = Stopwatch(folder.path)
     if buffer is None:
         buffer = open_store(config.buffer)
@@ -97,6 +97,8 @@ def _train(
     policy.profile = profile
     if processes.first:
         policy.save_pretrained(str(folder.policy))
+        if progress:
+            print(f"written to {folder.policy}")
     return policy
 
 

@@ -49,6 +49,17 @@ def test_stores_and_runs_of_the_user_are_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "mine").exists()
 
 
+def test_a_stopped_demo_says_that_it_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lede.demo.run.gather", interrupt)
+    assert main(["demo", "--quick", "--out", str(tmp_path / "demo")]) == 130
+    assert capsys.readouterr().out.endswith("stopped; the demo begins anew when it is run again\n")
+
+
 def test_prompts_of_the_splits_are_disjoint() -> None:
     entries = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     assert len({entry["prompt"] for entry in entries}) == len(entries)

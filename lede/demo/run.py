@@ -81,8 +81,16 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     Raises:
         ValueError: The folder holds something that no demo wrote.
     """
-    began = time.perf_counter()
     console = Console()
+    try:
+        return _demo(config, console)
+    except KeyboardInterrupt:
+        console.print("stopped; the demo begins anew when it is run again", soft_wrap=True)
+        raise
+
+
+def _demo(config: DemoConfig, console: Console) -> dict[str, Any]:
+    began = time.perf_counter()
     sizes = QUICK if config.quick else FULL
     out = _prepare(config.out)
     model = load_model("demo")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,18 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert all(name in told for name in COMMANDS)
     assert main([]) == 2
+
+
+def test_a_family_of_commands_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["buffer", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "buffer merge" in told
+    assert "collect" not in told
+    assert main(["buffer"]) == 2
+    assert capsys.readouterr().out == told
+    wrong = fails(["buffer", "inform", "x.zarr"], capsys)
+    assert "commands are buffer info, buffer check, " in wrong
+    assert "train" not in wrong
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -138,6 +152,10 @@ def test_env_as_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["packages"]["torch"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    needed = project["dependencies"] + [line for lines in project["optional-dependencies"].values() for line in lines]
+    names = {re.split(r"[^\w-]", line)[0] for line in needed} - {project["name"]}
+    assert set(facts["packages"]) == names
     assert "llama" in facts["families"]
 
 
@@ -220,7 +238,7 @@ def test_collect_train_and_deploy(prompts: Path, tmp_path: Path, capsys: pytest.
         assert json.loads(capsys.readouterr().out)["prompts"] == 2
         fast = ["--steps", "20", "--eval-interval", "10", "--min-exits", "5", "--batch-size", "32"]
         assert main(["train", "--buffer", store, "--out", out, *fast]) == 0
-        capsys.readouterr()
+        assert capsys.readouterr().out.endswith(f"\nwritten to {out}/policy\n")
         assert (
             main(["deploy", "--prompt", HEADS[0], "--policy", f"{out}/policy", "--max-new-tokens", "8", "--json"]) == 0
         )
