@@ -100,7 +100,7 @@ def _check_alike(url: str, settings: StoreSettings, other_url: str, other: Store
             ""
             if len(odd) > len(of_collection) or renumber
             else (
-                ". They are different collections on the same model: renumbering (--renumber) lays them one after the other"
+                ". They are other collections of the same model: renumbering (--renumber) lays them one after the other"
             )
         )
         raise ValueError(
