@@ -69,6 +69,8 @@ class CollectProgress:
 
     def line(self) -> str:
         """The state in one line."""
+        if self._done_before == self.total:
+            return f"{self.done}/{self.total} prompts, all of them collected before"
         seconds = max(time.monotonic() - self._start, 1e-9)
         text = f"{self.done}/{self.total} prompts, {self.n_tokens / seconds:.1f} tokens/s"
         if self._done_before < self.done < self.total:

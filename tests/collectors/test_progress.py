@@ -32,6 +32,13 @@ def test_no_time_left_is_told_before_the_first_prompt_and_after_the_last() -> No
     assert "left" not in progress.line()
 
 
+def test_where_nothing_is_left_no_speed_is_told() -> None:
+    out = io.StringIO()
+    with CollectProgress(4, 4, Console(file=out, width=200)):
+        pass
+    assert out.getvalue() == "4/4 prompts, all of them collected before\n"
+
+
 def test_on_a_terminal_there_is_a_bar() -> None:
     out = io.StringIO()
     with CollectProgress(4, 1, Console(file=out, force_terminal=True, width=100)) as progress:
