@@ -119,7 +119,7 @@ def test_collections_are_laid_one_after_the_other(tmp_path: Path) -> None:
     theirs = replace(ours, prompts_digest="cd", explore="threshold", epsilon=(0.2, 0.1), seed=2)
     records = [[make_rollout(i) for i in (0, 2)], [make_rollout(i) for i in (0, 1, 5)]]
     made = make(tmp_path / "a.zarr", records[0], ours), make(tmp_path / "b.zarr", records[1], theirs)
-    with pytest.raises(ValueError, match=r"prompts_digest: ab / cd.* other collections .*: \(--renumber\) lays them"):
+    with pytest.raises(ValueError, match=r"prompts_digest: ab / cd.* other collections .*: renumbering \(--renumber\)"):
         merge_stores(made, tmp_path / "all.zarr")
     assert merge_stores(made, tmp_path / "all.zarr", renumber=True).prompts == 5
     expected = [replace(record, prompt_index=i) for i, record in enumerate([*records[0], *records[1]])]
