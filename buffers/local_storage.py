@@ -8,12 +8,15 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
 
 from lede.atomic import sync_folder
 from lede.buffers.storage import State
+
+T = TypeVar("T")
 
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, getattr(errno, "ENOTSUP", errno.EOPNOTSUPP)}
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows
@@ -21,6 +24,10 @@ _BINARY = getattr(os, "O_BINARY", 0)  # Windows
 SYNC_THREADS = 8
 """Files that are synced at a time. A journal takes them together: on ext4, the 34 files and 19 folders of a shard of
 transitions take 250 ms one after another and 30 ms by eight."""
+
+OPEN_FILES = 128
+"""Files that are open at a time, all of them written and then all synced. Each written and synced in turn, by as many
+threads, they took three times as long: a journal takes together what is there when it is asked."""
 
 PARTIAL = ".partial"
 """Ending of files that are being written, or that a crash left half-written. Their names start with a dot."""
@@ -73,7 +80,9 @@ class LocalStorage:
         paths = {self.root / name: content for name, content in files.items()}
         folders = {path.parent for path in paths}
         unsynced = folders.union(*map(self._make_folder, sorted(folders)))
-        _together(lambda path: _put(path, paths[path]), paths)
+        contents = list(paths.items())
+        for start in range(0, len(contents), OPEN_FILES):
+            _put(dict(contents[start : start + OPEN_FILES]))
         _together(sync_folder, sorted(unsynced))
 
     def publish(self, name: str, content: bytes) -> None:
@@ -141,7 +150,7 @@ class _Temporary:
 
     def __enter__(self) -> Path:
         try:
-            _put(self._path, self._content)
+            _put({self._path: self._content})
         except BaseException:
             self.__exit__()
             raise
@@ -152,26 +161,28 @@ class _Temporary:
             os.unlink(self._path)
 
 
-def _together(work: Callable[[Path], None], paths: Collection[Path]) -> None:
-    """Do something with several paths at a time; raises what the first that failed raised, when all have ended."""
-    if SYNC_THREADS == 1 or len(paths) < 2:
-        for path in paths:
-            work(path)
+def _together(work: Callable[[T], None], items: Collection[T]) -> None:
+    """Do something with several items at a time; raises what the first that failed raised, when all have ended."""
+    if SYNC_THREADS == 1 or len(items) < 2:
+        for item in items:
+            work(item)
         return
-    with ThreadPoolExecutor(min(SYNC_THREADS, len(paths))) as pool:
-        deque(pool.map(work, paths), maxlen=0)
+    with ThreadPoolExecutor(min(SYNC_THREADS, len(items))) as pool:
+        deque(pool.map(work, items), maxlen=0)
 
 
-def _put(path: Path, content: bytes) -> None:
-    """Write a file and sync it."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o666)
-    try:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[os.write(handle, rest) :]
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _put(files: Mapping[Path, bytes]) -> None:
+    """Write files, then sync them all."""
+    with ExitStack() as closing:
+        handles = []
+        for path, content in files.items():
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o666)
+            closing.callback(os.close, handle)
+            handles.append(handle)
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(handle, rest) :]
+        _together(os.fsync, handles)
 
 
 def _walk(folder: str, prefix: str) -> Iterator[tuple[str, int]]:
