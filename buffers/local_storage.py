@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -161,14 +161,18 @@ class _Temporary:
             os.unlink(self._path)
 
 
-def _together(work: Callable[[T], None], items: Collection[T]) -> None:
-    """Do something with several items at a time; raises what the first that failed raised, when all have ended."""
-    if SYNC_THREADS == 1 or len(items) < 2:
-        for item in items:
+def _together(work: Callable[[T], None], items: Sequence[T]) -> None:
+    """Do something with several items at a time; raises what one that failed raised, when all threads have ended."""
+    n_threads = max(1, min(SYNC_THREADS, len(items)))
+
+    def share(first: int) -> None:
+        for item in items[first::n_threads]:
             work(item)
-        return
-    with ThreadPoolExecutor(min(SYNC_THREADS, len(items))) as pool:
-        deque(pool.map(work, items), maxlen=0)
+
+    if n_threads == 1:
+        return share(0)
+    with ThreadPoolExecutor(n_threads) as pool:
+        deque(pool.map(share, range(n_threads)), maxlen=0)
 
 
 def _put(files: Mapping[Path, bytes]) -> None:

@@ -16,6 +16,8 @@ from lede.collectors.texts import Text
 from lede.envs import Rules
 from lede.features import primitives
 from lede.models import EarlyExitModel
+from lede.onednn import packing_works
+from lede.packed_weights import PackedWeight
 from lede.verification import Warp
 from tests.ending_models import ending_model, model_that_ends
 from tests.host_watcher import HostWatcher
@@ -187,6 +189,41 @@ def test_half_precision_models_give_float32_features(dtype: torch.dtype) -> None
     for name in ("confidence", "entropy", "top1", "top2"):
         np.testing.assert_allclose(columns[name], getattr(wanted, name), rtol=1e-4, err_msg=name)
     np.testing.assert_array_equal(columns["token"], wanted.token)
+
+
+@pytest.mark.skipif(not packing_works(torch.float32), reason="needs oneDNN")
+def test_a_packed_copy_of_the_head_says_the_same_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", torch.float32, seed=1)  # its weights are changed
+    copies: list[PackedWeight] = []
+
+    def noted(weight: torch.Tensor, transposed: bool) -> PackedWeight:
+        copies.append(PackedWeight(weight, transposed))
+        return copies[-1]
+
+    monkeypatch.setattr(head_table, "PackedWeight", noted)
+    states = torch.randn(9, N_LAYERS, 32, generator=torch.Generator().manual_seed(0))
+
+    def both_ways(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = read_heads(model, states, GREEDY)
+        with monkeypatch.context() as without:
+            without.setattr(head_table, "is_packable", lambda weight: False)
+            return found, read_heads(model, states, GREEDY)
+
+    with torch.no_grad():
+        before, plain = both_ways(states)
+        assert torch.equal(before, plain)
+        assert len(copies) == 1
+        assert getattr(model.readout.head, "packed", None) is None, "the model itself is left alone"
+        model.readout.head.weight.mul_(2.0)  # type: ignore[operator]
+        after, plain = both_ways(states)
+        assert torch.equal(after, plain)
+        assert not torch.equal(after, before), "weights that changed are read"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_would_round_otherwise_is_not_packed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_table, "PackedWeight", None)
+    traces(tiny_model("llama", dtype))
 
 
 def test_packed_tokens_keep_every_bit() -> None:
