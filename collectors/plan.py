@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+
 from lede.buffers import BRANCH_DEPTH, PromptRollout, PromptTrace, StoreSettings, prompts_digest
+from lede.buffers.records import Record
 from lede.checkpoint import fingerprint, versions
 from lede.collectors.branches import BranchRules
 from lede.collectors.config import DEFAULT_EPSILON, UNIFORM, CollectConfig
@@ -84,17 +87,35 @@ class Plan:
         Args:
             indices: Prompt indices; with `cycle` they go on past the number of prompts.
             on_tokens: Called with the number of new tokens whenever some were written.
+
+        Raises:
+            ValueError: A record holds NaN or infinity.
         """
         waiting = [(index, self.prompts[index % len(self.prompts)]) for index in indices]
         config = self.config
         if self.explorer is None:
             branching = BranchRules(config.branches, config.branch_depth)
-            return collect_teacher(
+            traces = collect_teacher(
                 self.model, waiting, self.rules, config.seed, config.batch_size, on_tokens, branching
             )
-        return collect_rollout(
+            return map(self._checked, traces)
+        rollouts = collect_rollout(
             self.model, waiting, self.rules, self.explorer, config.seed, config.batch_size, on_tokens
         )
+        return map(self._checked, rollouts)
+
+    def _checked(self, record: Record) -> Record:
+        """The record; what a model that overflows gives is refused here, hours before training would refuse it."""
+        values = {name: np.asarray(value) for name, value in vars(record).items()}
+        odd = [name for name, value in values.items() if value.dtype.kind == "f" and not np.isfinite(value).all()]
+        if odd:
+            dtype = str(self.model.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"prompt {record.prompt_index} (counted from 0): {', '.join(odd)} hold numbers that are not finite, so "
+                f"the model's states or logits do in {dtype}. Check its weights, or collect with another dtype into "
+                "another store: float16 overflows where bfloat16 and float32 do not"
+            )
+        return record
 
 
 def prompts_of(config: CollectConfig) -> PromptSource:

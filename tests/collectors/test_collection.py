@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from lede.buffers import StoreError, StoreSettings, TraceStore, TransitionStore, open_store, same_record
 from lede.checkpoint import save_policy
-from lede.collectors import CollectConfig, CollectProgress, collect, collection, recorder
+from lede.collectors import CollectConfig, CollectProgress, collect, collection, plan, recorder
 from lede.models import DEMO_FOLDER, EarlyExitModel, load_model
 from lede.onednn import packing_works
 from lede.policies import LearnedPolicy, StaticPolicy
@@ -152,6 +152,28 @@ def test_an_interrupted_collection_is_sound_and_goes_on(
     assert len(open_store(tmp_path / "s", verify=True)) == 5
     collect(config(tmp_path / "s"), MODEL, PROMPTS)
     assert_same_content(whole, tmp_path / "s")
+
+
+@pytest.mark.parametrize("collector", ["rollout", "teacher"])
+def test_numbers_that_are_not_finite_never_reach_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collector: Any
+) -> None:
+    name, column = f"collect_{collector}", {"rollout": "observations", "teacher": "entropy"}[collector]
+    real = getattr(plan, name)
+
+    def overflowing(*args: Any) -> Any:
+        for record in real(*args):
+            if record.prompt_index == 3:
+                getattr(record, column)[-1, 2] = np.nan
+            yield record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, name, overflowing)
+        with pytest.raises(ValueError, match=rf"prompt 3 .*: {column} hold .* not finite.* in float64"):
+            collect(config(tmp_path / "s", collector=collector), MODEL, PROMPTS)
+    assert open_store(tmp_path / "s", verify=True).prompt_indices == (0, 1, 2)
+    collect(config(tmp_path / "s", collector=collector), MODEL, PROMPTS)
+    assert len(open_store(tmp_path / "s", verify=True)) == 8
 
 
 def test_a_policy_explores_and_is_recorded(tmp_path: Path) -> None:
