@@ -27,7 +27,7 @@ transitions take 250 ms one after another and 30 ms by eight."""
 
 OPEN_FILES = 128
 """Files that are open at a time, all of them written and then all synced. Each written and synced in turn, by as many
-threads, they took three times as long: a journal takes together what is there when it is asked."""
+threads, they took up to three times as long: a journal takes together what is there when it is asked."""
 
 PARTIAL = ".partial"
 """Ending of files that are being written, or that a crash left half-written. Their names start with a dot."""
