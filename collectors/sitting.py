@@ -46,8 +46,8 @@ class Sitting:
     def tell_interrupted(self, console: Console) -> None:
         """Say what Ctrl-C left, and how to go on."""
         console.print(
-            f"interrupted; {len(self.committed())} prompts are safe in {self.store}, "
-            "and the same collection goes on from there",
+            f"interrupted; {len(self.committed())} prompts are safe in {self.store}; "
+            "the same `lede collect` goes on from there",
             highlight=False,
             soft_wrap=True,
         )

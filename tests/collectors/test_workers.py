@@ -150,7 +150,7 @@ def test_ctrl_c_or_the_parents_death_ends_the_workers_and_what_is_complete_stays
         assert process.returncode == 130
         n_safe = len(open_store(tmp_path / "s"))
         assert (
-            f"interrupted; {n_safe} prompts are safe in {tmp_path / 's'}, and the same collection goes on from there"
+            f"interrupted; {n_safe} prompts are safe in {tmp_path / 's'}; the same `lede collect` goes on from there"
             in told
         )
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
