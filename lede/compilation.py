@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from typing import TYPE_CHECKING
@@ -10,17 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from lede.cache import KVCache
+from lede.closeness import TOLERANCE, distance, reading_distance
 from lede.compiled_layers import ROW_BUCKETS, CompiledLayers
-from lede.kernels import Kernels, kernels_of
+from lede.kernels import Kernels, kernels_of, reading_row
 from lede.logit_reading import LogitReading
 
 if TYPE_CHECKING:
     from lede.models import EarlyExitModel
 
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
-"""How far compiled and eager states of a layer may lie apart, as a share of the largest, and still be rounding.
-
-Most models take their norms in float32, whatever their dtype."""
 PROMPT, CAPACITY = 5, 128
 """Tokens of the trial, and slots of its cache."""
 
@@ -53,6 +49,14 @@ def compile_layers(model: EarlyExitModel, ahead: bool = True) -> bool:
     if reason:
         warnings.warn(f"the layers could not be compiled and run eagerly: {reason}", stacklevel=2)
         return False
+    if compiled is not None and compiled.kernels is not None:
+        compiled.kernels.are_tried = True
+        if misfits := compiled.kernels.misfits():
+            warnings.warn(
+                f"kernels that were compiled ahead for this model don't fit here: {misfits}; what they would run is "
+                "compiled anew each time a model is loaded, until `lede compile` is run again",
+                stacklevel=2,
+            )
     model.compiled = compiled
     model.compile_seconds = time.perf_counter() - started
     return True
@@ -88,20 +92,14 @@ def _trial(model: EarlyExitModel, compiled: CompiledLayers) -> float:
             step = model.steps[i : i + 1]
             found = compiled.run(hidden, step, mine) if length else model.run_eagerly(hidden, step, mine)
             hidden = model.run_eagerly(hidden, step, block)
-            apart = max(apart, _distance(found, hidden))
+            apart = max(apart, distance(found, hidden))
         if length:
             logits = model.readout(hidden)
-            apart = max(apart, _distance(compiled.read(hidden), logits))
+            apart = max(apart, distance(compiled.read(hidden), logits))
             read = None if compiled.kernels is None else compiled.kernels.reading(logits[0, -1])
             if read is not None:
-                wanted = LogitReading()(logits[0, -1].float())
-                apart = max(apart, _distance(torch.tensor(read[:3]), wanted[:3]), float(int(read[3]) != int(wanted[3])))
+                apart = max(apart, reading_distance(torch.tensor(read), LogitReading()(reading_row(logits[0, -1]))))
         length += max(1, n_tokens - 1)
         for cache in (watched, other):
             cache.rewind(length)
     return apart
-
-
-def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    apart = float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
-    return apart if math.isfinite(apart) else math.inf  # or max() would pass over it

@@ -23,7 +23,9 @@ from torch.nn import functional
 
 from lede.blocks import MAX_ROWS, Block, Tables
 from lede.ends import Readout
+from lede.kernel_inputs import Arguments
 from lede.kernels import Kernels
+from lede.open_slots import run_open
 from lede.slot_pool import SlotPool
 
 ROW_BUCKETS = (1, 2, 4, 6, 8, 12, MAX_ROWS)
@@ -33,30 +35,9 @@ SLOT_BUCKET = 256
 VARIANTS = 64
 """Variants of a layer that torch may keep for each number of rows: kinds of layers, with and without sublayers."""
 
-Arguments = dict[str, Any]
-
-
-class OpenSlots:
-    """The cache of one layer as its attention sees it while being compiled, sizes left open."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, start: int, first_plus_2: int) -> None:
-        self.keys, self.values, self.start, self.first_plus_2 = keys, values, start, first_plus_2
-        self.extended = False
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `KVCache.update` does for aligned rows."""
-        end = self.start + key_states.shape[2]
-        self.keys[:, :, self.start : end] = key_states
-        self.values[:, :, self.start : end] = value_states
-        self.extended = True
-        first = self.first_plus_2 - 2
-        return self.keys[:, :, first:end], self.values[:, :, first:end]
-
 
 class _FixedSlots:
-    """The same with addresses and shapes that stand still: where to write is a tensor, what to see a bucket."""
+    """The cache of one layer, addresses and shapes standing still: where to write is a tensor, what to see a bucket."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, extent: int) -> None:
         self.keys, self.values, self.slots, self.extent = keys, values, slots, extent
@@ -72,22 +53,6 @@ class _FixedSlots:
         return self.keys[:, :, : self.extent], self.values[:, :, : self.extent]
 
 
-def _run_open(
-    layer: nn.Module,
-    hidden: torch.Tensor,
-    arguments: Arguments,
-    cache_argument: str,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    start: int,
-    first_plus_2: int,
-) -> tuple[torch.Tensor, bool]:
-    """States after a layer, and whether it extended the cache."""
-    slots = OpenSlots(keys, values, start, first_plus_2)
-    out = layer(hidden, **arguments, **{cache_argument: slots})
-    return (out[0] if isinstance(out, tuple) else out), slots.extended
-
-
 def _run_fixed(
     layer: nn.Module,
     hidden: torch.Tensor,
@@ -98,7 +63,7 @@ def _run_fixed(
     places: torch.Tensor,
     extent: int,
 ) -> tuple[torch.Tensor, bool]:
-    """The same for a padded block."""
+    """As `run_open`, for a padded block."""
     slots = _FixedSlots(keys, values, places, extent)
     out = layer(hidden, **arguments, **{cache_argument: slots})
     return (out[0] if isinstance(out, tuple) else out), slots.extended
@@ -136,7 +101,7 @@ class CompiledLayers:
         # torch tells layers apart by what they are made of; its default of 8 variants is for smaller programs
         torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
         mode = "reduce-overhead" if self._graphs else None
-        run: Any = _run_fixed if self.fixed else _run_open
+        run: Any = _run_fixed if self.fixed else run_open
         return {rows: torch.compile(_own(run), dynamic=True, mode=mode) for rows in ROW_BUCKETS}
 
     @functools.cached_property

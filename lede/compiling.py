@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import pickle
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from lede.compiled_layers import ROW_BUCKETS
+from lede.families import UnsupportedModelError
 from lede.kernel_compiler import KernelJob
-from lede.kernel_inputs import tensors_in, with_tensors
+from lede.kernel_inputs import tensors_in, told_inputs, with_tensors
+from lede.kernel_processes import compile_jobs
 from lede.kernel_source import Head, KernelSource, UnknownPartError, numberless, skeleton
-from lede.kernel_store import kernels_folder, make_folder, note_of
+from lede.kernel_store import kernels_folder, make_folder, note_of, source_digest
 from lede.kernels import kernel_name, kernels_of, reading_row
 from lede.logit_reading import LogitReading
 from lede.models import EarlyExitModel, load_model
@@ -69,7 +64,7 @@ class CompileReport:
     found: int
     """Kernels that had been before."""
     failed: dict[str, str]
-    """What went wrong, by what failed."""
+    """What went wrong and what to do, in a line, by what failed."""
     seconds: float
     """Seconds that it took."""
 
@@ -115,11 +110,13 @@ def compile_ahead(
         )
     wanted = {job.key: job for job in _jobs(model, rows, gaps)}
     jobs = [job for key, job in wanted.items() if note_of(key) is None]
-    n_workers = workers or min(MOST_WORKERS, os.cpu_count() or 1)
-    told = _run([jobs[i::n_workers] for i in range(min(n_workers, len(jobs)))])
-    failed = {job.about: told.get(job.key, "its compiler died") for job in jobs if told.get(job.key) != ""}
-    compiled = sum(said == "" for said in told.values())
-    return CompileReport(compiled, len(wanted) - len(jobs), failed, time.perf_counter() - started)
+    n_workers = workers or min(MOST_WORKERS, _n_cores())
+    failed = {}
+    for number, (key, said) in enumerate(compile_jobs(jobs, n_workers), start=1):
+        print(f"{number} of {len(jobs)} kernels: {wanted[key].about}{' failed' if said else ''}", file=sys.stderr)
+        if said:
+            failed[wanted[key].about] = said
+    return CompileReport(len(jobs) - len(failed), len(wanted) - len(jobs), failed, time.perf_counter() - started)
 
 
 def _check(rows: Sequence[int], workers: int | None) -> None:
@@ -133,70 +130,61 @@ def _check(rows: Sequence[int], workers: int | None) -> None:
 @torch.inference_mode()
 def _jobs(model: EarlyExitModel, rows: Sequence[int], gaps: bool) -> list[KernelJob]:
     """What there is to compile: each kind of layer, and the head, for each number of rows."""
-    threads, found = torch.get_num_threads(), {}
+    threads = torch.get_num_threads()
+    found: dict[str, KernelJob] = {}
     head = Head(model.readout)
     head_source = KernelSource(head)
-    layers: list[tuple[int, nn.Module]] = list(model.steps)
+    layers: list[tuple[int, nn.Module, str]] = [(i, layer, "") for i, layer in model.steps]
     if gaps and model.n_layers > 2:  # the first and the last layer are never left out
-        every = frozenset(range(2, model.n_layers))
-        for plan in (SkipSublayers(attention=every, mlp=frozenset()), SkipSublayers(attention=frozenset(), mlp=every)):
-            layers += model.sublayers.skipping(plan)
-    sources = [(i, layer, KernelSource(layer)) for i, layer in layers]
+        every, none = frozenset(range(2, model.n_layers)), frozenset[int]()
+        for attention, mlp, without in ((every, none, " without attention"), (none, every, " without MLP")):
+            try:
+                steps = model.sublayers.skipping(SkipSublayers(attention=attention, mlp=mlp))
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"{error}, and compile without --gaps") from None
+            layers += [(i, layer, without) for i, layer in steps]
+    sources = [(i, layer, without, KernelSource(layer)) for i, layer, without in layers]
     for n in rows:
         cache = model.new_cache(PROMPT + 2 * n)
         prompt = model.block(cache, 0, PROMPT)
         model.run_eagerly(model.embed(torch.zeros(1, PROMPT, dtype=torch.long), prompt), model.steps, prompt)
         block = model.block(cache, PROMPT, n)
         hidden = model.embed(torch.zeros(1, n, dtype=torch.long), block)
-        for i, layer, source in sources:
-            arguments, slots = model.tables.arguments(block, i, hidden), cache.keys[i]
-            if slots is None:
+        for i, layer, without, source in sources:
+            arguments, keys, values = model.tables.arguments(block, i, hidden), cache.keys[i], cache.values[i]
+            if keys is None or values is None:
                 continue
-            key, about = kernel_name(source, hidden, arguments, slots), f"{type(layer).__name__}, {n} rows"
+            key = kernel_name(source, hidden, arguments, (keys, values))
             if key not in found:
+                about = f"{type(layer).__name__} {i + 1}{without}, {_rows(n)}"
                 cache.rewind(PROMPT)
                 model.run_eagerly(hidden, [(i, layer)], block)
                 extends = cache.lengths[i] > PROMPT
                 bare = with_tensors(arguments, iter([numberless(each.contiguous()) for each in tensors_in(arguments)]))
-                shapes = (bare, model.cache_argument, numberless(hidden), numberless(slots), PROMPT)
-                found[key] = KernelJob(key, about, skeleton(layer), *shapes, extends, threads)
-        key, about = kernel_name(head_source, hidden, None, None), f"head, {n} rows"
-        found[key] = KernelJob(key, about, skeleton(head), None, "", numberless(hidden), None, 0, False, threads)
+                slots = (numberless(keys), numberless(values))
+                shapes = (bare, model.cache_argument, numberless(hidden), slots, PROMPT, extends, threads)
+                told = source_digest(source.text, told_inputs(hidden, arguments, (keys, values)))
+                found[key] = KernelJob(key, about, skeleton(layer), *shapes, told)
+        found |= _job_alone(head, head_source, f"head, {_rows(n)}", hidden)
     reading, row = LogitReading(), reading_row(model.readout(hidden)[0, 0])
-    key = kernel_name(KernelSource(reading), row, None, None)
-    found[key] = KernelJob(key, "reading of logits", reading, None, "", numberless(row), None, 0, False, threads)
+    found |= _job_alone(reading, KernelSource(reading), "reading of logits", row)
     return list(found.values())
 
 
-def _run(shares: list[list[KernelJob]]) -> dict[str, str]:
-    """Let a process each compile its share; what went wrong by kernel, empty where nothing did."""
-    told: dict[str, str] = {}
-    n_jobs = sum(map(len, shares))
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        running = []
-        for number, share in enumerate(shares):
-            request = Path(folder) / f"{number}.pickle"
-            request.write_bytes(pickle.dumps(share))
-            command = [sys.executable, "-m", "lede.kernel_compiler", str(request)]
-            process = stack.enter_context(
-                subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment()
-                )
-            )
-            stack.callback(process.kill)  # before it is waited for
-            running.append(process)
-        for process in running:
-            for line in process.stdout or ():
-                done: dict[str, Any] = json.loads(line)
-                told[done["key"]] = done.get("error", "")
-                print(f"compiled {len(told)} of {n_jobs} kernels", file=sys.stderr)
-            process.wait()
-    return told
+def _job_alone(module: nn.Module, source: KernelSource, about: str, given: torch.Tensor) -> dict[str, KernelJob]:
+    """What there is to compile for a module that is given one tensor and has no cache."""
+    key, told = kernel_name(source, given, None, None), source_digest(source.text, told_inputs(given, None, None))
+    shapes = (None, "", numberless(given), None, 0, False, torch.get_num_threads())
+    return {key: KernelJob(key, about, skeleton(module), *shapes, told)}
 
 
-def _environment() -> dict[str, str]:
-    """The environment of a compiler: it finds the modules that this process finds, and starts no helpers of its own."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+def _n_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _rows(n: int) -> str:
+    return "1 row" if n == 1 else f"{n} rows"
 
 
 def run_compile(config: CompileConfig) -> CompileReport:
@@ -209,6 +197,7 @@ def run_compile(config: CompileConfig) -> CompileReport:
     print(
         f"{report.compiled} kernels compiled in {report.seconds:.0f} s, {report.found} were there: {kernels_folder()}"
     )
-    for about, said in report.failed.items():
-        print(f"failed: {about}: {said}")
+    for reason in dict.fromkeys(report.failed.values()):
+        first, *more = [about for about, said in report.failed.items() if said == reason]
+        print(f"failed: {first}{f' and {len(more)} more' if more else ''}: {reason}")
     return report

@@ -2,13 +2,13 @@
 
 python -m lede.kernel_compiler REQUEST
 
-The request is a pickled list of `KernelJob`s; a line on stdout tells of each kernel that is there, as JSON.
+The request is a pickled list of `KernelJob`s. Lines on stdout tell, as JSON, that it was read, and then of each kernel
+that is there or that failed; whatever else is said, also by C++ compilers, goes to stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import pickle
@@ -18,16 +18,18 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from lede.atomic import write_atomically
-from lede.compiled_layers import OpenSlots
-from lede.kernel_inputs import ALIKE, MASK, tensors_in, with_tensors
+from lede.kernel_inputs import ALIKE, MASK, Slots, tensors_in, with_tensors
 from lede.kernel_source import KernelSource
-from lede.kernel_store import KernelNote, code_digest, note_bytes, package_of
+from lede.kernel_store import CODE, KernelNote, code_digest, maker, new_kernel, note_of, put_in_place
+from lede.open_slots import OpenSlots
+
+LONGEST = 300
+"""Characters of an error that are told."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,16 @@ class KernelJob:
     """What it calls its cache."""
     hidden: torch.Tensor
     """States that it is given, on "meta"."""
-    slots: torch.Tensor | None
-    """A layer's keys or values, on "meta"; None for a head."""
+    slots: Slots | None
+    """A layer's keys and values, on "meta"; None for a head."""
     start: int
     """Where in them the states go, for example."""
     extends: bool
     """Whether it writes there."""
     threads: int
     """Threads that run it."""
+    source: str
+    """What the code is of, as `source_digest` tells it."""
 
 
 class _LayerProgram(nn.Module):
@@ -102,16 +106,18 @@ class _HeadProgram(nn.Module):
         return logits
 
 
-def compile_kernel(job: KernelJob) -> KernelNote:
-    """Compile one kernel and put it where it is looked for."""
+def compile_kernel(job: KernelJob) -> None:
+    """Compile one kernel and put it where it is looked for.
+
+    Raises:
+        ValueError: Its code would be for one length of text alone.
+        Exception: Whatever torch's compiler raises.
+    """
     import torch._inductor
     import torch._inductor.test_operators  # registers the operator by which inductor is told to store a value
 
     started = time.perf_counter()
     torch.set_num_threads(job.threads)
-    file = package_of(job.key)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{job.key}.{uuid4().hex}.pt2")
     open_size = torch.export.Dim.AUTO
     weights = [_filled(tensor) for tensor in KernelSource(job.skeleton).tensors()]
     program: nn.Module
@@ -123,40 +129,58 @@ def compile_kernel(job: KernelJob) -> KernelNote:
         program = _LayerProgram(job)
         tables = [_filled(tensor) for tensor in tensors_in(job.arguments)]
         places = [torch.empty(n + ALIKE, dtype=torch.uint8) for n in (job.start, 0)]
-        inputs = (_filled(job.hidden), *places, _filled(job.slots), _filled(job.slots), tables, weights)
+        inputs = (_filled(job.hidden), *places, *map(_filled, job.slots), tables, weights)
         masks = {id(each) for each in [job.arguments.get(MASK)] if each is not None}
         seen = [{3: open_size} if id(each) in masks else {} for each in tensors_in(job.arguments)]
         shapes = ({}, {0: open_size}, {0: open_size}, {2: open_size}, {2: open_size}, seen, [{}] * len(weights))
-    try:
+    with new_kernel(job.key) as partial:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's compiler about itself
             exported = torch.export.export(program, inputs, dynamic_shapes=shapes, strict=False)
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(partial))
-        digest = code_digest(partial)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
-    note = KernelNote(job.about, job.extends, time.perf_counter() - started, digest)
-    write_atomically(file.with_suffix(".json"), note_bytes(note))
-    return note
+            _check_open(exported, shapes)
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(partial / CODE))
+        digest, seconds = code_digest(partial / CODE), time.perf_counter() - started
+        put_in_place(partial, job.key, KernelNote(job.about, job.extends, seconds, digest, job.source, maker()))
+
+
+def _check_open(exported: torch.export.ExportedProgram, shapes: Any) -> None:
+    """Raise ValueError where torch took a size that was to stay open for a fixed one, which it does without a word."""
+    wanted = tree_leaves(shapes, is_leaf=lambda each: isinstance(each, dict))
+    taken = [node for node in exported.graph.nodes if node.op == "placeholder"][-len(wanted) :]
+    for node, sizes in zip(taken, wanted, strict=True):
+        fixed = [dim for dim in sizes if not isinstance(node.meta["val"].shape[dim], torch.SymInt)]
+        if fixed:
+            raise ValueError(f"its code would be for a {node.name} of {node.meta['val'].shape[fixed[0]]} alone")
 
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
 
 
+def reason(error: BaseException) -> str:
+    """What went wrong, in a line: torch's errors have the C++ compiler's further down."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:1] + [line for line in lines[1:] if "error:" in line][:1])
+    return f"{type(error).__name__}: {said[:LONGEST]}"
+
+
 def main(request: Path) -> None:
     """Compile what is asked for, telling of each."""
-    jobs: list[KernelJob] = pickle.loads(request.read_bytes())
-    for job in jobs:
-        told: dict[str, Any] = {"key": job.key}
-        said = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(said):
-                told["seconds"] = compile_kernel(job).seconds
-        except Exception as error:  # whatever the compiler may raise: the layer is compiled otherwise then
-            told["error"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        print(json.dumps(told), flush=True)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as told, contextlib.redirect_stdout(sys.stderr):
+        os.dup2(2, 1)
+
+        def tell(**what: str) -> None:
+            print(json.dumps(what), file=told, flush=True)
+
+        jobs: list[KernelJob] = pickle.loads(request.read_bytes())
+        tell(ready="")
+        for job in jobs:
+            try:
+                if note_of(job.key) is None:  # another command may have been faster
+                    compile_kernel(job)
+                tell(key=job.key)
+            except Exception as error:  # whatever the compiler may raise: the layer is compiled otherwise then
+                tell(key=job.key, error=reason(error))
 
 
 if __name__ == "__main__":

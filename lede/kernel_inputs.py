@@ -13,6 +13,8 @@ MASK = "attention_mask"
 """The argument whose last size, the slots that attention sees, is left open."""
 
 Arguments = dict[str, Any]
+Slots = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of a layer."""
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -34,12 +36,12 @@ def with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return value
 
 
-def told_inputs(hidden: torch.Tensor, arguments: Arguments | None, slots: torch.Tensor | None) -> str:
-    """What a kernel is given in words: states, a layer's other arguments, and its keys or values."""
+def told_inputs(hidden: torch.Tensor, arguments: Arguments | None, slots: Slots | None) -> str:
+    """What a kernel is given in words: states, a layer's other arguments, and its keys and values."""
     told = [f"states {_shape(hidden)}"]
     if arguments is not None and slots is not None:
         told += [f"{name} {_told(value, name == MASK)}" for name, value in arguments.items()]
-        told.append(f"slots {tuple(slots.shape[:2])}, {slots.shape[3]}, {slots.dtype}")
+        told += [f"slots {tuple(each.shape[:2])}, {each.shape[3]}, {each.dtype}" for each in slots]
     return "; ".join(told)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lede.ends import Readout
 from lede.snapshot import own_forward
@@ -133,6 +134,7 @@ class KernelSource:
         if any(getattr(module, hooks) for hooks in vars(module) if hooks.endswith("_hooks")):
             raise UnknownPartError(f"{path or 'the layer'} has hooks")
         yield f"{path}: {_named(type(module))}, {_file_digest(type(module).__module__)}"
+        yield from self._class_forward(type(module), path)
         own = vars(module)
         self._sizes += [(place, len(place)) for place in (own, module._parameters, module._buffers, module._modules)]
         for name, value in sorted(own.items()):
@@ -157,6 +159,15 @@ class KernelSource:
             else:
                 yield from self._describe(part, f"{path}.{name}")
 
+    def _class_forward(self, kind: type[nn.Module], path: str) -> Iterator[str]:
+        """What a class runs, where it is not what its file says: somebody may have put another function there."""
+        owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+        forward: Any = vars(owner)["forward"]
+        self._settings.append((vars(owner), "forward", forward, None))  # type: ignore[arg-type]  # read, not written
+        own = (owner.__module__, f"{owner.__qualname__}.forward")
+        if (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)) != own:
+            yield f"{path}.forward = {self._say(forward, f'{path}.forward')}"
+
     def _have(self, place: dict[str, Any], name: str) -> None:
         """Note a tensor that code reads, or that there is none."""
         if place[name] is None:
@@ -174,7 +185,9 @@ class KernelSource:
             return f"{{{', '.join(f'{key!r}: {self._say(each, path)}' for key, each in value.items())}}}"
         if isinstance(value, PretrainedConfig):
             if id(value) not in self._configs:
-                self._configs[id(value)] = f"{_named(type(value))} {_settings(value)}"
+                attention = ALL_ATTENTION_FUNCTIONS.get(getattr(value, "_attn_implementation", None) or "eager")
+                said = f"{_named(type(value))} {_settings(value)} {self._say(attention, 'its attention')}"
+                self._configs[id(value)] = said
             return self._configs[id(value)]
         if isinstance(value, functools.partial):
             return f"{self._say(value.func, path)} of {self._say([value.args, value.keywords], path)}"

@@ -246,7 +246,7 @@ def test_inputs_are_told_but_for_the_length_of_the_text() -> None:
 
     def told(n_seen: int, n_slots: int, dtype: torch.dtype = torch.float32) -> str:
         arguments = {"attention_mask": torch.zeros(1, 1, 2, n_seen, dtype=dtype), "position_ids": torch.zeros(1, 2)}
-        return told_inputs(hidden, arguments, slots[:, :, :n_slots])
+        return told_inputs(hidden, arguments, (slots[:, :, :n_slots], slots[:, :, :n_slots]))
 
     assert told(9, 20) == told(12, 30)
     assert told(9, 20) != told(9, 20, torch.float64)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
+import re
+import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,19 +18,11 @@ from lede import compilation, compiled_layers, compiling, models
 from lede.cli import main
 from lede.compiled_layers import CompiledLayers
 from lede.compiling import compile_ahead
+from lede.exactness import compare
 from lede.features import FeatureConfig
 from lede.generation import generate
 from lede.head_reading import HeadReader
-from lede.kernel_store import (
-    FOLDER_VARIABLE,
-    KernelNote,
-    code_digest,
-    kernel_key,
-    kernels_folder,
-    note_bytes,
-    note_of,
-    package_of,
-)
+from lede.kernel_store import CODE, FOLDER_VARIABLE, NOTE, code_digest, kernels_folder
 from lede.kernels import kernels_of
 from lede.models import EarlyExitModel, load_model
 from lede.policies import parse_policy
@@ -95,7 +89,12 @@ def check_exact(model: EarlyExitModel, policies: tuple[str | None, ...] = POLICI
         ids = prompt(seed, 9)
         parsed = None if policy is None else parse_policy(policy)
         out = generate(model, input_ids=ids, policy=parsed, max_new_tokens=24)
-        is_exact(model, ids, out.sequences[0, len(ids) :].tolist(), plain_generate(model, ids, 24))
+        found, wanted = out.sequences[0, len(ids) :].tolist(), plain_generate(model, ids, 24)
+        if model.dtype is torch.bfloat16:  # in which verification and plain decoding round differently
+            apart = compare(model, ids, found, wanted)
+            assert apart is None or apart.tie, apart
+        else:
+            is_exact(model, ids, found, wanted)
 
 
 def runs_ahead(model: EarlyExitModel) -> bool:
@@ -115,8 +114,12 @@ def test_the_text_is_the_plain_model_s(folder: Path, monkeypatch: pytest.MonkeyP
     assert (again.compiled, again.found) == (0, 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)  # kernels are made for a number of threads
     other = load_model((tiny_hf_model("llama"), None))
-    assert other.compile()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        assert other.compile()
     assert not runs_ahead(other)
+    assert "don't fit here: they were made by torch" in str(said[0].message)
+    assert re.search(r"1 thread; this is .*, 77 threads;", str(said[0].message))
 
 
 def test_other_weights_are_seen_and_ones_that_do_not_fit_are_not_read() -> None:
@@ -191,21 +194,21 @@ def test_gradients_are_not_lost() -> None:
 @pytest.mark.slow
 def test_a_kernel_that_is_damaged_or_wrong_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = compiled("llama")
-    files = list(kernels_folder().iterdir())
+    kernels = kernels_folder()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    for file in files:
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    heads = [f.with_suffix(".pt2") for f in tmp_path.glob("*.json") if "head" in f.read_text(encoding="utf-8")]
-    layers = [f.with_suffix(".pt2") for f in tmp_path.glob("*.json") if "Layer" in f.read_text(encoding="utf-8")]
+    shutil.copytree(kernels, tmp_path, dirs_exist_ok=True)
+    notes = {file.parent / CODE: file.read_text(encoding="utf-8") for file in tmp_path.glob(f"*/{NOTE}")}
+    heads = [file for file, note in notes.items() if "head" in note]
+    layers = [file for file, note in notes.items() if "Layer" in note]
     layers[0].write_bytes(b"no package")
     other = load_model((model.hf_model, None))
     assert other.compile()
     assert not runs_ahead(other), "what can't be loaded is compiled now"
     assert load_model((model.hf_model, None)).compile(ahead=False)
     layers[0].write_bytes(heads[0].read_bytes())
-    note = json.loads(layers[0].with_suffix(".json").read_text(encoding="utf-8"))
+    note = json.loads(notes[layers[0]])
     note["digest"] = code_digest(layers[0])
-    layers[0].with_suffix(".json").write_text(json.dumps(note), encoding="utf-8")
+    layers[0].with_name(NOTE).write_text(json.dumps(note), encoding="utf-8")
     other = load_model((model.hf_model, None))
     with pytest.warns(UserWarning, match="compiled ahead are not used"):
         assert other.compile()
@@ -219,7 +222,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setattr("lede.compiling.load_model", lambda *args, **settings: model)
     assert main(["compile", "--rows", "4"]) == 0
     assert "0 kernels compiled in 0 s, 1 were there" in capsys.readouterr().out
-    monkeypatch.setattr("lede.kernels._loader", lambda: None)
+    monkeypatch.setattr("lede.kernel._loader", lambda: None)
     assert main(["compile"]) == 2
     assert "this torch can't load kernels" in capsys.readouterr().err
 
@@ -235,29 +238,16 @@ def test_layers_that_no_kernel_fits(capsys: pytest.CaptureFixture[str], monkeypa
     assert "--compile compiles them anew" in error
 
 
+@pytest.mark.slow
 def test_what_fails_to_compile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model((tiny_hf_model("llama", torch.bfloat16), None))
-    monkeypatch.setattr(sys, "executable", "/bin/false" if Path("/bin/false").exists() else "false")
-    report = compile_ahead(model, (1,))
-    assert report.compiled == 0
-    assert set(report.failed.values()) == {"its compiler died"}
-
-
-def test_a_note_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    key = kernel_key("source", "inputs")
-    assert key != kernel_key("source", "other inputs")
-    package_of(key).write_bytes(b"code")
-    note = KernelNote("a layer", True, 1.5, code_digest(package_of(key)))
-    assert note_of(key) is None
-    package_of(key).with_suffix(".json").write_bytes(note_bytes(note))
-    assert note_of(key) == note
-    package_of(key).write_bytes(b"coda")
-    assert note_of(key) is None, "torch would load what is damaged"
-    package_of(key).unlink()
-    assert note_of(key) is None
-    package_of(key).with_suffix(".json").write_text("{")
-    assert note_of(key) is None
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    report = compile_ahead(model, ROWS, workers=1)
+    assert (report.compiled, report.exit_code) == (0, 1)
+    assert len(report.failed) == 3
+    for said in report.failed.values():
+        assert said.startswith("InvalidCxxCompiler: No working C++ compiler found in")
+        assert said.endswith("install one, such as g++, or name it by the environment variable CXX")
 
 
 def test_what_is_asked_for_is_checked_first(
@@ -301,8 +291,9 @@ def _no_home() -> Path:
 @pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "smollm3"])
 def test_the_text_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_rows(monkeypatch, (1, 4))
-    model, _ = compiled(family, gaps=family != "gpt_neox")
-    check_exact(model, POLICIES if family == "gpt_neox" else (*POLICIES, GAPS))
+    has_parts = family not in ("gpt_neox", "opt")  # whose sublayers can't be left out
+    model, _ = compiled(family, gaps=has_parts)
+    check_exact(model, (*POLICIES, GAPS) if has_parts else POLICIES)
     assert runs_ahead(model)
 
 
