@@ -22,7 +22,7 @@ from lede.closeness import distance, reading_distance
 from lede.kernel import Kernel, can_load, load_kernel
 from lede.kernel_inputs import ALIKE, MASK, Arguments, Slots, tensors_in, told_inputs
 from lede.kernel_source import Head, KernelSource, UnknownPartError
-from lede.kernel_store import has_kernels, kernel_key, maker, makers_of, source_digest
+from lede.kernel_store import has_kernels, kernel_key, maker, makers_of, package_of, source_digest
 from lede.logit_reading import LogitReading
 from lede.open_slots import run_open
 
@@ -201,7 +201,7 @@ class Kernels:
         key = kernel_name(source, hidden, arguments, slots)
         if key not in self._loaded:
             self._loaded[key] = load_kernel(key, is_tried=not self.are_tried)
-            if self._loaded[key] is None:
+            if not package_of(key).exists():  # or it is damaged, and nobody else's
                 self._missed.add(source_digest(source.text, told_inputs(hidden, arguments, slots)))
         return self._loaded[key]
 

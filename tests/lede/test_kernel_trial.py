@@ -77,7 +77,7 @@ def texts(model: EarlyExitModel, policy: str) -> None:
         is_exact(model, ids, out.sequences[0, len(ids) :].tolist(), plain_generate(model, ids, 24))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
 def test_each_is_tried_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gaps too, of which the trial of all layers knows nothing; what decoding asks for is what there is."""
     model, programs = with_programs(monkeypatch, family, gaps=True)
