@@ -16,12 +16,13 @@ from lede.families import UnsupportedModelError
 from lede.kernel_compiler import KernelJob
 from lede.kernel_inputs import tensors_in, told_inputs, with_tensors
 from lede.kernel_processes import compile_jobs
-from lede.kernel_source import Head, KernelSource, UnknownPartError, numberless, skeleton
+from lede.kernel_source import Head, KernelSource, UnknownPartError
 from lede.kernel_store import kernels_folder, make_folder, note_of, source_digest
 from lede.kernels import kernel_name, kernels_of, reading_row
 from lede.logit_reading import LogitReading
 from lede.models import EarlyExitModel, load_model
 from lede.policies.base import SkipSublayers
+from lede.skeletons import numberless, skeleton
 
 PROMPT = 5
 """Tokens of the text behind which kernels are tried out."""

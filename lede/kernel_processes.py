@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lede.kernel_compiler import LONGEST, KernelJob
+from lede.kernel_store import PARTIAL, make_folder
 
 COMMAND = ("-m", "lede.kernel_compiler")
 """What Python is asked to run."""
@@ -22,8 +23,8 @@ LAST = 8192
 WHAT_TO_DO = (
     (("SIGKILL", "MemoryError", "allocate memory"), "memory may have run out: give --workers 1, or free some"),
     (("No working C++ compiler",), "install one, such as g++, or name it by the environment variable CXX"),
-    (("No space left", "quota exceeded"), "free some space; TMPDIR and LEDE_KERNELS name folders to write to"),
-    (("Permission denied", "Read-only file system"), "set LEDE_KERNELS, or TMPDIR, to a folder that can be written"),
+    (("No space left", "quota exceeded"), "free some space, or set LEDE_KERNELS to a folder where there is more"),
+    (("Permission denied", "Read-only file system"), "set LEDE_KERNELS to a folder that can be written"),
     (("ModuleNotFoundError", "ImportError"), "`pip check` tells what this environment lacks"),
 )
 """What to do, by words in what went wrong."""
@@ -32,10 +33,14 @@ WHAT_TO_DO = (
 def compile_jobs(jobs: Sequence[KernelJob], n_workers: int) -> Iterator[tuple[str, str]]:
     """Compile kernels in so many processes; yields the key of each, and what went wrong, empty where nothing did.
 
-    A process that dies costs the kernel that it was at; another one compiles the rest of its share. All that the
-    compiler leaves, also torch's cache of what it compiled, goes to a folder that is gone at the end.
+    A process that dies costs the kernel that it was at; another one compiles the rest of its share. All that compilers
+    write, torch's cache and g++'s files too, goes to a folder that is gone at the end; one that a killed command leaves
+    lies among the kernels, where the next one finds it.
+
+    Raises:
+        ValueError: Nothing can be written there.
     """
-    new_folder = tempfile.TemporaryDirectory(prefix="lede-compile-", ignore_cleanup_errors=True)
+    new_folder = tempfile.TemporaryDirectory(PARTIAL, ".compiling.", make_folder(), ignore_cleanup_errors=True)
     with new_folder as folder, contextlib.ExitStack() as stack:
         shares = [jobs[i::n_workers] for i in range(min(n_workers, len(jobs)))]
         workers = [_Worker(share, Path(folder) / str(number)) for number, share in enumerate(shares)]
@@ -137,4 +142,5 @@ def _environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TMPDIR": str(folder),
     }

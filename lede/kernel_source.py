@@ -6,14 +6,13 @@ the same settings, and weights of the same shapes. Their numbers are arguments o
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
 import hashlib
 import json
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ class KernelSource:
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._configs = {} if configs is None else configs
         self._sizes: list[tuple[dict[str, Any], int]] = []
-        self._settings: list[tuple[dict[str, Any], str, Any, str | None]] = []
+        self._settings: list[tuple[Mapping[str, Any], str, Any, str | None]] = []
         lines = list(self._describe(module, ""))
         self._looks = [_look(tensor) for tensor in self.tensors()]
         self.text = "\n".join((*lines, *map(repr, self._looks)))
@@ -163,7 +162,7 @@ class KernelSource:
         """What a class runs, where it is not what its file says: somebody may have put another function there."""
         owner = next(base for base in kind.__mro__ if "forward" in vars(base))
         forward: Any = vars(owner)["forward"]
-        self._settings.append((vars(owner), "forward", forward, None))  # type: ignore[arg-type]  # read, not written
+        self._settings.append((vars(owner), "forward", forward, None))
         own = (owner.__module__, f"{owner.__qualname__}.forward")
         if (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)) != own:
             yield f"{path}.forward = {self._say(forward, f'{path}.forward')}"
@@ -230,27 +229,3 @@ def _file_digest(module: str | None) -> str:
     """Of the file that a class or function comes from; empty where it comes from none."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file and Path(file).is_file() else ""
-
-
-def skeleton(module: nn.Module) -> nn.Module:
-    """A copy with the same parts and settings, whose weights have no numbers."""
-    twin = copy.copy(module)
-    own = vars(twin)
-    own.pop("forward", None)  # of the class, but bound to the module itself
-    twin._modules = {name: part if part is None else skeleton(part) for name, part in module._modules.items()}
-    twin._parameters = {
-        name: tensor if tensor is None else nn.Parameter(numberless(tensor), requires_grad=False)
-        for name, tensor in module._parameters.items()
-    }
-    twin._buffers = {name: tensor if tensor is None else numberless(tensor) for name, tensor in module._buffers.items()}
-    own.pop("packed", None)
-    if own.get("packed_number") is not None:
-        own["packed_number"] = numberless(own["packed_number"])
-    if isinstance(own.get(NUMBER), int):
-        own[NUMBER] = 0
-    return twin
-
-
-def numberless(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that looks the same and has no numbers."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

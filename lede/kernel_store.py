@@ -28,7 +28,7 @@ FOLDER_VARIABLE = "LEDE_KERNELS"
 """Environment variable that names the folder of kernels."""
 OWN_PARTS = (
     *("kernel_compiler", "kernel_inputs", "kernel_source", "open_slots", "compiled_layers", "fast_linear", "onednn"),
-    *("packed_weights", "sublayers", "ends", "primitives"),
+    *("packed_weights", "sublayers", "ends", "primitives", "skeletons"),
 )
 """Modules of lede from which code is generated, or by which it is and its inputs are laid out."""
 CODE, NOTE, PARTIAL = "kernel.pt2", "note.json", ".partial"

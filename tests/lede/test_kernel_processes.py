@@ -13,11 +13,18 @@ from lede import kernel_processes
 from lede.cli import main
 from lede.kernel_compiler import KernelJob, reason
 from lede.kernel_processes import compile_jobs
-from lede.kernel_store import FOLDER_VARIABLE
+from lede.kernel_store import FOLDER_VARIABLE, PARTIAL
 from lede.models import load_model
 from tests.tiny_models import tiny_hf_model
 
 READY = 'print(\'{"ready": ""}\', flush=True)'
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "kernels"
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    return folder
 
 
 def jobs(*keys: str) -> list[KernelJob]:
@@ -71,17 +78,16 @@ def test_errors_of_kernels_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
     )
     found = dict(compile_jobs(jobs("a", "b"), 1))
     assert found["a"].endswith(
-        "No space left on device; free some space; TMPDIR and LEDE_KERNELS name folders to write to"
+        "No space left on device; free some space, or set LEDE_KERNELS to a folder where there is more"
     )
     assert found["b"] == "ValueError: no"
 
 
-def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_behind(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither requests nor torch's cache, which has megabytes for each kernel; and no process."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     process(
         monkeypatch,
-        "cache = os.environ['TORCHINDUCTOR_CACHE_DIR']; os.makedirs(cache); open(cache + '/a', 'w').close()",
+        "cache = os.environ['TORCHINDUCTOR_CACHE_DIR']; os.makedirs(cache); assert os.environ['TMPDIR'] in cache",
         READY,
         """print('{"key": "a", "error": "%s %d"}' % (cache, os.getpid()), flush=True)""",
         "while True: pass",
@@ -89,20 +95,18 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     telling = compile_jobs(jobs("a", "b"), 1)
     _, said = next(telling)
     cache, number = said.split()
-    assert Path(cache).is_relative_to(tmp_path)
-    assert list(Path(cache).iterdir())
+    left = next(kernels.iterdir())
+    assert Path(cache).is_relative_to(left), "where a killed command leaves it, the next one finds it"
+    assert left.match(f".*{PARTIAL}")
     telling.close()
-    assert not list(tmp_path.iterdir())
+    assert not list(kernels.iterdir())
     with pytest.raises(ProcessLookupError):
         os.kill(int(number), 0)
 
 
-def test_the_command_says_why_in_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_why_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     model = load_model((tiny_hf_model("llama"), None))
     monkeypatch.setattr("lede.compiling.load_model", lambda *args, **settings: model)
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     process(monkeypatch, "os.write(2, b'Fatal Python error: Aborted\\n'); os.abort()")
     assert main(["compile", "--rows", "1", "4"]) == 1
     out = capsys.readouterr().out.splitlines()

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from lede.kernel_inputs import tensors_in, told_inputs, with_tensors
-from lede.kernel_source import Head, KernelSource, UnknownPartError, skeleton
+from lede.kernel_source import Head, KernelSource, UnknownPartError
 from lede.kernels import Kernels
 from lede.models import EarlyExitModel, load_model
+from lede.skeletons import skeleton
 from tests.tiny_models import FAMILY_NAMES, tiny_hf_model
 
 
