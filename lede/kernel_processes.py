@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 from lede.kernel_compiler import LONGEST, KernelJob
@@ -30,7 +30,7 @@ WHAT_TO_DO = (
 """What to do, by words in what went wrong."""
 
 
-def compile_jobs(jobs: Sequence[KernelJob], n_workers: int) -> Iterator[tuple[str, str]]:
+def compile_jobs(jobs: Sequence[KernelJob], n_workers: int) -> Generator[tuple[str, str], None, None]:
     """Compile kernels in so many processes; yields the key of each, and what went wrong, empty where nothing did.
 
     A process that dies costs the kernel that it was at; another one compiles the rest of its share. All that compilers
