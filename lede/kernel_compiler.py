@@ -146,7 +146,8 @@ def compile_kernel(job: KernelJob) -> None:
 def _check_open(exported: torch.export.ExportedProgram, shapes: Any) -> None:
     """Raise ValueError where torch took a size that was to stay open for a fixed one, which it does without a word."""
     wanted = tree_leaves(shapes, is_leaf=lambda each: isinstance(each, dict))
-    taken = [node for node in exported.graph.nodes if node.op == "placeholder"][-len(wanted) :]
+    names = set(exported.graph_signature.user_inputs)
+    taken = [node for node in exported.graph.nodes if node.name in names]
     for node, sizes in zip(taken, wanted, strict=True):
         fixed = [dim for dim in sizes if not isinstance(node.meta["val"].shape[dim], torch.SymInt)]
         if fixed:

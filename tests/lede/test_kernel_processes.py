@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 
 from lede import kernel_processes
 from lede.cli import main
-from lede.kernel_compiler import KernelJob, reason
+from lede.kernel_compiler import KernelJob, _check_open, reason
 from lede.kernel_processes import compile_jobs
 from lede.kernel_store import FOLDER_VARIABLE, PARTIAL
 from lede.models import load_model
@@ -122,3 +124,21 @@ def test_the_error_of_a_c_compiler_is_further_down() -> None:
     assert reason(error) == "RuntimeError: C++ compile error a.cpp:1: error: no vec.h"
     assert reason(KeyError()) == "KeyError: "
     assert len(reason(ValueError("x" * 9999))) < 400
+
+
+def test_a_size_that_torch_fixed_is_an_error() -> None:
+    """It would compile code for a text of one length, which computes something else for others."""
+    open_size = object.__new__(torch.SymInt)
+
+    def exported(*shape: Any) -> Any:
+        nodes = [
+            SimpleNamespace(name="states", meta={"val": SimpleNamespace(shape=shape)}),
+            SimpleNamespace(name="add"),
+        ]
+        return SimpleNamespace(
+            graph_signature=SimpleNamespace(user_inputs=["states"]), graph=SimpleNamespace(nodes=nodes)
+        )
+
+    _check_open(exported(1, open_size), ({1: "open"},))
+    with pytest.raises(ValueError, match="its code would be for a states of 7 alone"):
+        _check_open(exported(1, 7), ({1: "open"},))
