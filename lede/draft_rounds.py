@@ -119,10 +119,8 @@ class DraftRounds:
         """
         if isinstance(plan, ExitAt):
             if plan.exit_layer not in self.candidates:
-                raise ValueError(
-                    f"a draft at layer {plan.exit_layer} can't be played: it is none of the candidates "
-                    f"{self.candidates.tolist()}"
-                )
+                known = self.candidates.tolist()
+                raise ValueError(f"a draft at layer {plan.exit_layer} can't be played; candidates are {known}")
             if plan.length is None:
                 return BLIND + int(np.searchsorted(self.candidates, plan.exit_layer))
         elif self.lookup is None or plan.length > self.lookup.most:
@@ -256,8 +254,7 @@ class DraftRounds:
         """A whole round that drafts so many tokens at one layer."""
         assert plan.length is not None
         self.fixed[lanes] = plan.length
-        place = int(np.searchsorted(self.candidates, plan.exit_layer))
-        self._draft_blind(lanes, np.full(lanes.size, place, dtype=np.int64), self._unseen)
+        self._draft_blind(lanes, np.searchsorted(self.candidates, np.full(lanes.size, plan.exit_layer)), self._unseen)
         while (lanes := lanes[self.fixed[lanes] > 0]).size:  # a new round forgets it
             self._step_seconds[lanes] += self._unseen
             self._add_draft(lanes)
