@@ -20,6 +20,8 @@ MAX_ROWS = 17
 """Longest block of drafting and verification, for which tables and kernels are made before; longer ones are prompts."""
 AHEAD = 512
 """Slots behind a block's first that such a mask covers."""
+ALIGNED = 8
+"""A GPU's attention takes masks that begin at a multiple of so many numbers: of 16 bytes, in half precision."""
 STEP = 1024
 """Positions by which what is made before grows."""
 
@@ -81,7 +83,7 @@ class Tables:
         self._max_positions = max_positions
         self._whole_rotary: dict[tuple[str, torch.dtype, torch.device], Any] = {}
         self._rotary_buffers: list[torch.Tensor] = []
-        self._whole_masks: dict[tuple[int | None, torch.dtype, torch.device, str], torch.Tensor] = {}
+        self._whole_masks: dict[tuple[int | None, torch.dtype, torch.device, str, int], torch.Tensor] = {}
 
     def arguments(self, block: Block, layer: int, hidden: torch.Tensor) -> dict[str, Any]:
         """What the forward of a layer is given beside states `(row, token, width)` and the cache."""
@@ -143,7 +145,8 @@ class Tables:
             self._whole_rotary[key] = whole = whole if by_position else ()
         if not whole:
             return self._rotary(like, block.positions, *extra)
-        return tuple(table[:, block.start : end] for table in whole)
+        tables = tuple(table[:, block.start : end] for table in whole)
+        return tables if block.extent is None else tuple(map(standing_still, tables))
 
     def _mask(self, block: Block, layer: int, hidden: torch.Tensor) -> torch.Tensor | None:
         """What is added to attention scores, `(row or 1, 1, query, slot)`; None where attention needs no mask."""
@@ -158,8 +161,10 @@ class Tables:
             seen = _causal(block.positions[:, :, None].to(device), slots, window)[:, None]
             mask = self._added(seen, hidden.dtype)
         elif block.extent is not None:
-            mask = self._sliced(
-                window, hidden.dtype, device, attention_of(self._config), n_queries, block.start, 0, block.extent
+            mask = standing_still(
+                self._sliced(
+                    window, hidden.dtype, device, attention_of(self._config), n_queries, block.start, 0, block.extent
+                )
             )
         elif n_queries > 1:
             attention = attention_of(self._config)
@@ -188,22 +193,36 @@ class Tables:
         end: int,
     ) -> torch.Tensor:
         """The mask of queries at `start`.. over slots `first`..`end`: the same staircase wherever the block starts."""
-        key = (window, dtype, device, attention)
+        # whatever the block starts at, its slice of one of these begins where a GPU's attention can load it
+        offset = 0 if device.type == "cpu" else (start - first) % ALIGNED
+        key = (window, dtype, device, attention, offset)
         whole = self._whole_masks.get(key)
         before = 0 if whole is None else whole.shape[1] - AHEAD
         if whole is None or before < start:
             before = -(-max(start, 1) // STEP) * STEP
             with torch.inference_mode(False):  # kept beyond this text
-                queries = torch.arange(before, before + MAX_ROWS, device=device)[:, None]
+                queries = torch.arange(before + offset, before + offset + MAX_ROWS, device=device)[:, None]
                 seen = _causal(queries, torch.arange(before + AHEAD, device=device), window)
                 whole = self._whole_masks[key] = self._added(seen, dtype)
-        shift = before - start
+        shift = before + offset - start
         return whole[:n_queries, shift + first : shift + end][None, None]
 
     def _added(self, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A mask of what is seen, as it is added to scores: what transformers' attentions make of it themselves."""
         hidden = torch.finfo(dtype).min if attention_of(self._config) == "eager" else float("-inf")
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, hidden)
+
+
+def standing_still(tensor: torch.Tensor) -> torch.Tensor:
+    """The same with strides that follow from the shape, and from the beginning of its memory.
+
+    A CUDA graph is recorded for each combination of the sizes, strides and offsets that a compiled layer is given: a
+    slice that moves on with the text would have it recorded anew for every token.
+    """
+    wanted = tuple(tensor.shape[i + 1 :].numel() for i in range(tensor.dim()))
+    if tensor.storage_offset() == 0 and tensor.stride() == wanted:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def attention_of(config: Any) -> str:
