@@ -10,7 +10,7 @@ import torch
 
 from lede.cache import KVCache
 from lede.closeness import TOLERANCE, distance, reading_distance
-from lede.compiled_layers import ROW_BUCKETS, CompiledLayers
+from lede.compiled_layers import SLOT_BUCKET, CompiledLayers
 from lede.kernels import Kernels, kernels_of, reading_row
 from lede.logit_reading import LogitReading
 
@@ -82,9 +82,15 @@ def _stand_still(model: EarlyExitModel) -> bool:
 @torch.inference_mode()
 def _trial(model: EarlyExitModel, compiled: CompiledLayers) -> float:
     """How far compiled layers are from eager ones at most, given the same states, behind a prompt and rejections."""
-    watched, other = (KVCache(model.n_layers, CAPACITY, 1, model.windows, *compiled.making) for _ in range(2))
+    # more slots than attention looks at: else torch takes the two for one number, and compiles again for a longer cache
+    capacity = CAPACITY + (SLOT_BUCKET if compiled.fixed else 0)
+    watched, other = (KVCache(model.n_layers, capacity, 1, model.windows, *compiled.making) for _ in range(2))
     length, apart = 0, 0.0
-    for n_tokens in (PROMPT, *ROW_BUCKETS, *ROW_BUCKETS):  # twice: what differs from call to call is left open then
+    for n_tokens in (
+        PROMPT,
+        *compiled.buckets,
+        *compiled.buckets,
+    ):  # twice: what differs from call to call is left open then
         ids = torch.arange(length, length + n_tokens, device=model.device)[None] % model.vocab_size
         block, mine = model.block(watched, length, n_tokens), model.block(other, length, n_tokens)
         hidden = model.embed(ids, block)

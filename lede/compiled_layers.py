@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lede.blocks import MAX_ROWS, Block, Tables
+from lede.blocks import MAX_ROWS, Block, Tables, standing_still
 from lede.ends import Readout
 from lede.kernel_inputs import Arguments
 from lede.kernels import Kernels
@@ -30,6 +30,8 @@ from lede.slot_pool import SlotPool
 
 ROW_BUCKETS = (1, 2, 4, 6, 8, 12, MAX_ROWS)
 """Rows of a block, padding included."""
+GPU_ROW_BUCKETS = (1, 8, MAX_ROWS)
+"""The same on a GPU, which reads the weights in the same time for all of them; each takes seconds to compile."""
 SLOT_BUCKET = 256
 """On a GPU attention looks at a multiple of so many slots."""
 VARIANTS = 64
@@ -90,6 +92,7 @@ class CompiledLayers:
         self._twins: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
         self._graphs = fixed and torch.cuda.is_available()
         self._readout = read
+        self.buckets = GPU_ROW_BUCKETS if fixed else ROW_BUCKETS
         self.making = (MAX_ROWS, SLOT_BUCKET, SlotPool()) if fixed else (MAX_ROWS, 1, None)
         """How caches are made: spare slots, the multiple that slots come in, and where buffers come from."""
 
@@ -102,14 +105,14 @@ class CompiledLayers:
         torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
         mode = "reduce-overhead" if self._graphs else None
         run: Any = _run_fixed if self.fixed else run_open
-        return {rows: torch.compile(_own(run), dynamic=True, mode=mode) for rows in ROW_BUCKETS}
+        return {rows: torch.compile(_own(run), dynamic=True, mode=mode) for rows in self.buckets}
 
     @functools.cached_property
     def _head(self) -> dict[int, Any]:
         """The same for heads."""
         import torch._inductor.test_operators
 
-        return {rows: torch.compile(_own(_read), dynamic=True) for rows in ROW_BUCKETS}
+        return {rows: torch.compile(_own(_read), dynamic=True) for rows in self.buckets}
 
     def renew(self) -> None:
         """Notice weights that were replaced; called at the start of a text."""
@@ -122,7 +125,7 @@ class CompiledLayers:
             return False
         if torch.is_autocast_enabled(block.positions.device.type):
             return False
-        return block.start + bucket(n_tokens) <= block.cache.n_slots
+        return block.start + self._bucket(n_tokens) <= block.cache.n_slots
 
     def run(self, hidden: torch.Tensor, steps: Iterable[tuple[int, nn.Module]], block: Block) -> torch.Tensor:
         """States `(1, token, width)` after layers of states before them; each layer comes with its place."""
@@ -131,7 +134,7 @@ class CompiledLayers:
         end = start + n_tokens
         if end > cache.capacity:
             raise ValueError(f"the cache holds {cache.capacity} tokens, {end} were needed")
-        rows = bucket(n_tokens)
+        rows = self._bucket(n_tokens)
         if self.fixed or rows > n_tokens:
             block, hidden = self._padded(block, hidden, rows)
         if self._graphs:
@@ -166,7 +169,7 @@ class CompiledLayers:
     def read(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `(1, token, vocabulary)` of states `(1, token, width)`."""
         n_tokens = hidden.shape[1]
-        rows = bucket(n_tokens)
+        rows = self._bucket(n_tokens)
         hidden = _pad(hidden, rows)
         logits: torch.Tensor | None = None if self.kernels is None else self.kernels.head(hidden)
         if logits is None:
@@ -187,12 +190,12 @@ class CompiledLayers:
             positions = self._tables.padding_positions(block.start, end, block.positions.device)
             extent = min(-(-end // SLOT_BUCKET) * SLOT_BUCKET, block.cache.n_slots) if self.fixed else None
             block.padded = Block(positions, block.cache, block.start, None, extent=extent)
-        return block.padded, _pad(hidden, rows)
+        hidden = _pad(hidden, rows)
+        return block.padded, standing_still(hidden) if self.fixed else hidden
 
-
-def bucket(n_tokens: int) -> int:
-    """Rows that a block of so many tokens is padded to."""
-    return next(rows for rows in ROW_BUCKETS if rows >= n_tokens)
+    def _bucket(self, n_tokens: int) -> int:
+        """Rows that a block of so many tokens is padded to."""
+        return next(rows for rows in self.buckets if rows >= n_tokens)
 
 
 def _pad(hidden: torch.Tensor, rows: int) -> torch.Tensor:

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
+KEPT = 2
+"""Caches whose buffers are kept: more addresses would be more recordings, and more memory."""
+
 
 class SlotPool:
-    """Keeps one buffer for the keys and one for the values of each layer: those of the last cache that went.
+    """Keeps the buffers of each layer's keys and values of the last two caches that went: a prefill and its decoding.
 
-    Caches that live at once, or are of other sizes, get new ones.
+    More caches that live at once, or that are of other sizes, get new ones.
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, int], torch.Tensor] = {}
+        self._free: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def take(self, layer: int, part: int, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """A buffer of zeros of a shape, with `like`'s dtype and device.
@@ -25,15 +28,18 @@ class SlotPool:
             shape: `(batch, kv_head, slot, head_width)`.
             like: What will be stored.
         """
-        kept = self._free.get((layer, part))
-        if kept is None or kept.shape != shape or kept.dtype != like.dtype or kept.device != like.device:
-            return like.new_zeros(shape)
-        del self._free[layer, part]
-        return kept.zero_()
+        free = self._free.get((layer, part), [])
+        for place in reversed(range(len(free))):  # what went last comes first: the same cache gets the same again
+            kept = free[place]
+            if kept.shape == shape and kept.dtype == like.dtype and kept.device == like.device:
+                return free.pop(place).zero_()
+        return like.new_zeros(shape)
 
     def give(self, keys: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor | None]) -> None:
         """Take back the buffers of a cache that nobody uses any more."""
         for part, buffers in enumerate((keys, values)):
             for layer, buffer in enumerate(buffers):
                 if buffer is not None:
-                    self._free[layer, part] = buffer
+                    free = self._free.setdefault((layer, part), [])
+                    free.append(buffer)
+                    del free[:-KEPT]

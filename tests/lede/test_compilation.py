@@ -39,7 +39,6 @@ POLICIES = (
 def few_buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three numbers of rows instead of seven, to compile less."""
     monkeypatch.setattr(compiled_layers, "ROW_BUCKETS", (1, 4, 17))
-    monkeypatch.setattr(compilation, "ROW_BUCKETS", (1, 4, 17))
     yield
     torch._dynamo.reset()
 
@@ -59,8 +58,7 @@ def test_the_text_is_the_plain_model_s(dtype: torch.dtype, fixed: bool, monkeypa
     if fixed:
         monkeypatch.setattr(compilation, "_stand_still", lambda model: True)
         if dtype == torch.float64:  # slow to compile: every block is padded to the longest
-            monkeypatch.setattr(compiled_layers, "ROW_BUCKETS", (17,))
-            monkeypatch.setattr(compilation, "ROW_BUCKETS", (17,))
+            monkeypatch.setattr(compiled_layers, "GPU_ROW_BUCKETS", (17,))
     model = load_model((tiny_hf_model("mistral", dtype), None))  # a window of 8, crossed inside blocks
     assert model.compile()
     assert model.compiled is not None

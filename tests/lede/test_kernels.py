@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lede import compilation, compiled_layers, compiling, models
+from lede import compiled_layers, compiling, models
 from lede.cli import main
 from lede.compiled_layers import CompiledLayers
 from lede.compiling import compile_ahead
@@ -68,8 +68,7 @@ def few_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
 
 
 def use_rows(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]) -> None:
-    for module in (compiled_layers, compilation):
-        monkeypatch.setattr(module, "ROW_BUCKETS", rows)
+    monkeypatch.setattr(compiled_layers, "ROW_BUCKETS", rows)
     for module in (compiled_layers, models):
         monkeypatch.setattr(module, "MAX_ROWS", rows[-1])
 

@@ -256,7 +256,6 @@ def test_without_the_operators_nothing_is_packed(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
 def test_compiled_layers_multiply_by_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_layers, "ROW_BUCKETS", (1, 4, 17))
-    monkeypatch.setattr("lede.compilation.ROW_BUCKETS", (1, 4, 17))
     model = packed_model(compile=True)
     assert model.compiled is not None
     check_exact(model)

@@ -7,7 +7,7 @@ import gc
 import torch
 
 from lede.cache import KVCache
-from lede.slot_pool import SlotPool
+from lede.slot_pool import KEPT, SlotPool
 
 
 def filled(pool: SlotPool | None, capacity: int = 5, n_layers: int = 2) -> KVCache:
@@ -40,6 +40,19 @@ def test_the_next_cache_gets_the_buffers_of_the_last_one_layer_by_layer() -> Non
     assert not keys[:, :, 4:].any(), "nothing of the last text is left"
 
 
+def test_a_prefill_and_its_decoding_get_what_they_had() -> None:
+    pool, before = SlotPool(), []
+    for _ in range(3):
+        prefill = filled(pool)
+        decoding = prefill.clone(9)
+        before.append((addresses(prefill), addresses(decoding)))
+        del decoding
+        gc.collect()
+        del prefill
+        gc.collect()
+    assert before[0] == before[1] == before[2]
+
+
 def test_caches_that_live_at_once_share_nothing() -> None:
     pool = SlotPool()
     first, second = filled(pool), filled(pool)
@@ -62,7 +75,12 @@ def test_other_shapes_are_no_use() -> None:
     assert keys.shape[2] == 32
     del longer, keys
     gc.collect()
-    assert sum(buffer.shape[2] for buffer in pool._free.values()) == 2 * 2 * 32, "only the last cache's are kept"
+    kept = [buffer.shape[2] for buffers in pool._free.values() for buffer in buffers]
+    assert sorted(kept) == [16] * 4 + [32] * 4, "keys and values of two layers of each cache"
+    for capacity in (40, 60):
+        filled(pool, capacity)
+        gc.collect()
+    assert all(len(buffers) == KEPT for buffers in pool._free.values()), "only the last caches' are kept"
     keys = filled(pool, capacity=20).keys[0]
     assert keys is not None
     assert not keys.any(dim=3).any(dim=1)[0, 4:].any(), "a new buffer holds zeros where nothing was stored"
