@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lede.blocks import Block
 from lede.buffers.records import BRANCH_DTYPES
-from lede.cache import KVCache
-from lede.collectors.host_copies import send
+from lede.cache import KVCache, Place
+from lede.collectors.host_copies import fetch, send
 from lede.envs import Rules
 from lede.features import primitives
 from lede.models import EarlyExitModel
@@ -84,7 +85,7 @@ class BranchWalk:
         model: EarlyExitModel,
         rules: Rules,
         cache: BranchCache,
-        start: torch.Tensor,
+        start: Ints,
         layers: Ints,
         tokens: torch.Tensor,
         luck: npt.NDArray[np.float64],
@@ -104,39 +105,45 @@ class BranchWalk:
         going, eos = np.arange(len(self._layers)), list(self.model.eos_token_ids)
         lengths = np.zeros(len(going), dtype=np.int64)
         for step in range(self._luck.shape[1]):
-            ended = np.isin(self._tokens.cpu().numpy()[going], eos)
+            ended = np.isin(fetch(self._tokens)[going], eos)
             going = going[~ended & (step < room[going])]
             if not going.size:
                 break
             self._take(going, step)
             lengths[going] = step + 1
-        arrays: Arrays = {name: column.cpu().numpy() for name, column in self._read.items()}
-        arrays |= {"branch_token": self._token.cpu().numpy(), "branch_layer": self._layers, "branch_length": lengths}
+        arrays: Arrays = {name: fetch(column) for name, column in self._read.items()}
+        arrays |= {"branch_token": fetch(self._token), "branch_layer": self._layers, "branch_length": lengths}
         return {name: column.astype(BRANCH_DTYPES[name], copy=False) for name, column in arrays.items()}
 
     def _take(self, going: Ints, step: int) -> None:
         """One token further: read it at every layer up to the branch's, and draft the next one."""
         model, cache = self.model, self._cache
         cache.step = step
-        index = torch.from_numpy(going).to(model.device)
-        positions = self._start[index][:, None] + step
-        block = model.ragged_block(cache, positions, index)
+        index = send(going, model.device)
+        positions = send(self._start[going][:, None] + step, model.device)
+        block = self._block(going, step, positions, index)
         hidden = model.embed(self._tokens[index][:, None], block)
         layers = self._layers[going]
         for layer in range(1, int(layers[0]) + 1):
             # deepest first, so those that go on stand in front of those that leave
             n_here, n_on = np.searchsorted(-layers, [-layer, -layer - 1], side="right").tolist()
             if n_here < len(hidden):
-                hidden, block = hidden[:n_here], model.ragged_block(cache, positions[:n_here], index[:n_here])
+                hidden = hidden[:n_here]
+                block = self._block(going[:n_here], step, positions[:n_here], index[:n_here])
             hidden = model.run_layers(hidden, layer - 1, layer, block)
             logits = model.head(hidden.to(model.device))[:, 0]
             self._token[index[:n_here], step, layer - 1] = logits.argmax(-1).int()
             if n_on < n_here:
                 self._leave(going[n_on:n_here], step, logits[n_on:])
 
+    def _block(self, going: Ints, step: int, positions: torch.Tensor, index: torch.Tensor) -> Block:
+        """Place one token of each branch; the device is asked nothing."""
+        extent = int(self._start[going].max()) + step + 1
+        return Block(positions, self._cache, None, Place(index, index[:, None], positions, 0, extent))
+
     def _leave(self, going: Ints, step: int, logits: torch.Tensor) -> None:
         """Note what branches see at their own layer, and the token that they draft."""
-        index = torch.from_numpy(going).to(self.model.device)
+        index = send(going, self.model.device)
         read = primitives(logits, self.rules.features.top_k)
         for name, column in self._read.items():
             column[index, step] = getattr(read, name.removeprefix("branch_"))

@@ -162,8 +162,8 @@ def _grow(lesson: Lesson, drafts: WrongDrafts, depth: int) -> Arrays:
     """Branches of a chunk of wrong drafts, those of the deepest layers first."""
     device = lesson.model.device
     prompts = np.asarray([len(taught.text.prompt_ids) for taught in lesson.taught])
-    start = torch.from_numpy(prompts[drafts.text] + drafts.row + 1).to(device)
-    cache = BranchCache(lesson.cache, torch.from_numpy(drafts.text).to(device), start, depth)
+    start = prompts[drafts.text] + drafts.row + 1
+    cache = BranchCache(lesson.cache, send(drafts.text, device), send(start, device), depth)
     tokens = wrong_tokens(lesson, drafts)
     walk = BranchWalk(lesson.model, lesson.rules, cache, start, drafts.layer, tokens, drafts.luck[:, 1:])
     # the last position that can be reached is that of the budget's last token

@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lede.devices import sent
+
 
 def send(values: Sequence[Any] | npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Values as a tensor on the device; a GPU is not waited for, which takes page-locked memory."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return sent(torch.from_numpy(np.ascontiguousarray(values)), device)
 
 
 def fetch(tensor: torch.Tensor) -> npt.NDArray[Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lede.devices import numbers_on, sent
 from lede.envs.rows import BETWEEN_TOKENS, Decision, Row, Rules
 from lede.features import ConfidenceTrace, primitives
 from lede.models import Block, EarlyExitModel
@@ -74,7 +75,7 @@ class LayerWalk:
             return
         rows, ids = list(prompts), [list(prompt) for _, prompt in prompts.values()]
         width = max(map(len, ids))
-        padded = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in ids], device=self.model.device)
+        padded = numbers_on(self.model.device, [[*row, *[row[-1]] * (width - len(row))] for row in ids])
         if self.n_rows == 1:
             self._cache.rewind(0)
         block = self._block(rows, [0] * len(ids), width)
@@ -122,14 +123,16 @@ class LayerWalk:
         if arriving:
             self._stand({order[i]: self.row(order[i]).candidate + 1 for i in arriving}, arriving, logits, read)
         if leaving:
-            tokens = self._draw([order[i] for i in leaving], logits[leaving], [read.token[i] for i in leaving])
-            for i, token in zip(leaving, tokens, strict=True):
-                r, row = order[i], self.row(order[i])
-                exits = actions[r] == EXIT
-                match = self._match(row, token, logits[i]) if exits else -1
-                row.trace.push(row.surprisal if exits else read.surprisal[i])
-                decisions[r] = self._decision(r, actions[r], match, token)
-                self._write(r, token)
+            rows = [order[i] for i in leaving]
+            tokens = self._draw(rows, _some(logits, leaving), [read.token[i] for i in leaving])
+            targets = dict(zip(rows, tokens, strict=True))
+            exits = {r: i for r, i in zip(rows, leaving, strict=True) if actions[r] == EXIT}
+            matches = self._matches(exits, targets, logits)
+            for r, i in zip(rows, leaving, strict=True):
+                row = self.row(r)
+                row.trace.push(row.surprisal if r in exits else read.surprisal[i])
+                decisions[r] = self._decision(r, actions[r], matches.get(r, -1), targets[r])
+                self._write(r, targets[r])
         return decisions
 
     @torch.no_grad()
@@ -155,7 +158,7 @@ class LayerWalk:
                 continue
             block = self._block(rows, [self.row(r).position for r in rows], 1)
             if a == 0:
-                newest = torch.tensor([[self.row(r).token_ids[-1]] for r in rows], device=self.model.device)
+                newest = numbers_on(self.model.device, [[self.row(r).token_ids[-1]] for r in rows])
                 hidden = self.model.embed(newest, block)
             else:
                 hidden = torch.stack([self._state(r) for r in rows])
@@ -174,16 +177,14 @@ class LayerWalk:
         """Place `width` tokens from position `starts` of the given rows."""
         if self.n_rows == 1:  # attention then looks at views of the cache instead of gathered copies
             return self.model.block(self._cache, starts[0], width)
-        device = self.model.device
-        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
-        return self.model.ragged_block(self._cache, positions, torch.tensor(rows, device=device))
+        return self.model.rows_block(self._cache, rows, starts, [width] * len(rows))
 
     def _stand(
         self, candidates: Mapping[int, int], places: Sequence[int], logits: torch.Tensor, read: _Reading
     ) -> None:
         """Note what rows see at the candidates, by row, where they have arrived; `places` are theirs in the reading."""
         warp = self.rules.warp
-        chances = None if warp.greedy else warp.probabilities(logits[list(places)])
+        chances = None if warp.greedy else warp.probabilities(_some(logits, places))
         for i, (place, (r, candidate)) in enumerate(zip(places, candidates.items(), strict=True)):
             row = self.row(r)
             row.candidate = candidate
@@ -205,18 +206,30 @@ class LayerWalk:
         numbers = [torch.rand((), generator=self.row(r).luck, dtype=torch.float64) for r in rows]
         total = sums[:, -1:]
         # strictly below the total, where no token is left to be found
-        wanted = torch.minimum(torch.stack(numbers).to(sums.device)[:, None] * total, torch.nextafter(total, -total))
+        wanted = torch.minimum(sent(torch.stack(numbers), sums.device)[:, None] * total, torch.nextafter(total, -total))
         drawn: list[int] = torch.searchsorted(sums, wanted, right=True)[:, 0].tolist()
         return drawn
 
-    def _match(self, row: Row, target: int, logits: torch.Tensor) -> int:
-        """Whether the target agrees with the row's exit; with sampling, drawn with probability sum_v min(p, q)."""
-        if row.probabilities is None:
-            return int(row.token == target)
-        p = self.rules.warp.probabilities(logits)
-        beta = float(torch.minimum(p, row.probabilities.to(p.device)).sum())
-        luck = numpy_stream(self.seed, Purpose.MATCHES, row.prompt_index, row.token_index)
-        return int(luck.random() < beta)
+    def _matches(self, exits: Mapping[int, int], targets: Mapping[int, int], logits: torch.Tensor) -> dict[int, int]:
+        """Whether the target agrees with rows' exits; with sampling, drawn with probability sum_v min(p, q).
+
+        Args:
+            exits: Where the rows stand in the logits, by row.
+            targets: The target's tokens, by row.
+            logits: The whole model's, `(place, vocabulary)`.
+        """
+        if self.rules.warp.greedy or not exits:
+            return {r: int(self.row(r).token == targets[r]) for r in exits}
+        shares = []
+        for r, place in exits.items():
+            p, q = self.rules.warp.probabilities(logits[place]), self.row(r).probabilities
+            assert q is not None
+            shares.append(torch.minimum(p, q.to(p.device)).sum())
+        found = {}
+        for r, beta in zip(exits, torch.stack(shares).tolist(), strict=True):  # one transfer from a device
+            luck = numpy_stream(self.seed, Purpose.MATCHES, self.row(r).prompt_index, self.row(r).token_index)
+            found[r] = int(luck.random() < beta)
+        return found
 
     def _decision(self, r: int, action: int, match: int = -1, target: int | None = None) -> Decision:
         layer, rewards = self.layer(r), self.rules.reward
@@ -231,6 +244,11 @@ class LayerWalk:
         row.candidate, row.hidden, row.probabilities = BETWEEN_TOKENS, None, None
         row.ended_by_eos = token in self._eos
         row.done = row.ended_by_eos or len(row.token_ids) == self.rules.max_new_tokens
+
+
+def _some(logits: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """Rows of `(row, vocabulary)` at ascending places; a device is sent their numbers where it has to choose."""
+    return logits if len(places) == len(logits) else logits[numbers_on(logits.device, places)]
 
 
 class _Reading:

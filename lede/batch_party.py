@@ -8,6 +8,7 @@ import torch
 
 from lede.batch_row import BatchRow
 from lede.cache import KVCache
+from lede.devices import numbers_on
 from lede.models import EarlyExitModel
 
 
@@ -60,7 +61,7 @@ class Party:
         party = cls(model, cache, rows, starts, [len(each) for each in tokens])
         width = max(party.lengths)
         padded = [[*each, *[each[-1]] * (width - len(each))] for each in tokens]
-        party.hidden = model.embed(torch.tensor(padded, device=model.device), party._block)
+        party.hidden = model.embed(numbers_on(model.device, padded), party._block)
         return party
 
     @classmethod
@@ -102,7 +103,7 @@ class Party:
         self.rows = list(rows)
         self._starts = [self._starts[i] for i in kept]
         self.lengths = [self.lengths[i] for i in kept]
-        self.hidden = self.hidden[torch.tensor(kept, device=self.hidden.device)][:, : max(self.lengths)]
+        self.hidden = self.hidden[numbers_on(self.hidden.device, kept)][:, : max(self.lengths)]
         self._place()
 
     def states(self) -> list[tuple[BatchRow, torch.Tensor]]:
@@ -115,14 +116,14 @@ class Party:
         hidden, width = self.hidden, max(self.lengths)
         if min(self.lengths) < width:
             flat = [i * width + j for i, length in enumerate(self.lengths) for j in range(length)]
-            hidden = hidden.reshape(1, -1, hidden.shape[-1])[:, torch.tensor(flat, device=hidden.device)]
+            hidden = hidden.reshape(1, -1, hidden.shape[-1])[:, numbers_on(hidden.device, flat)]
         logits = self._model.head(hidden)
         return list(logits.reshape(-1, logits.shape[-1]).split(self.lengths))
 
     def last_logits(self) -> torch.Tensor:
         """A head read of each row's last state, `(row, vocabulary)`."""
         device = self.hidden.device
-        ends = torch.tensor(self.lengths, device=device) - 1
+        ends = numbers_on(device, self.lengths) - 1
         last = self.hidden[torch.arange(len(self.rows), device=device), ends]
         return self._model.head(last[:, None])[:, 0]
 

@@ -16,6 +16,7 @@ import torch
 
 from lede.cache import KVCache
 from lede.cost_model import Kind, Measurement
+from lede.devices import numbers_on
 from lede.features import CALIBRATED_FEATURES, ConfidenceTrace, FeatureConfig
 from lede.forecast import N_WEIGHTS, Forecast
 from lede.history import History
@@ -191,7 +192,7 @@ class Workbench:
 
         def run() -> None:
             block = model.block(cache, context, 1)
-            model.embed(torch.tensor([[token]], device=model.device), block)
+            model.embed(numbers_on(model.device, [[token]]), block)
 
         return run
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lede.cache import KVCache
+from lede.devices import numbers_on
 from lede.draft import Draft, settle
 from lede.drafting import Drafter
 from lede.features import ConfidenceTrace, surprisal
@@ -66,7 +67,7 @@ def prefill(model: EarlyExitModel, ids: Sequence[int], capacity: int | None = No
     """
     cache = model.new_cache(capacity or len(ids))
     block = model.block(cache, 0, len(ids))
-    hidden = model.embed(torch.tensor([list(ids)], device=model.device), block)
+    hidden = model.embed(numbers_on(model.device, [list(ids)]), block)
     logits = model.head(model.run_layers(hidden, 0, model.n_layers, block)[:, -1:])[0, -1]
     return Prefill(model, tuple(ids), cache, logits, model.revision)
 
@@ -201,7 +202,7 @@ class Decoder:
         else:
             self.meter.enter("verify")
             block = self.model.block(self.cache, len(ids) - 1, 1)
-            draft = Draft(0, [self.model.embed(torch.tensor([[ids[-1]]], device=self.model.device), block)])
+            draft = Draft(0, [self.model.embed(numbers_on(self.model.device, [[ids[-1]]]), block)])
         self.meter.enter("verify")
         run_layers = self.model.run_layers if drafter is None else drafter.run_layers
         return self._verify(ids, draft, run_layers), draft

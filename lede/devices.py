@@ -11,6 +11,26 @@ from torch import nn
 from lede.families import UnsupportedModelError
 
 
+def numbers_on(device: torch.device, rows: Sequence[Any]) -> torch.Tensor:
+    """Whole numbers `(...)` of nested lists, int64, on a device; a GPU is not waited for, as a plain copy would.
+
+    A single number, such as the newest token, is written there by a kernel; others go through page-locked memory.
+    """
+    if device.type != "cuda":
+        return torch.tensor(rows, dtype=torch.long, device=device)
+    host = torch.tensor(rows, dtype=torch.long)
+    if host.numel() == 1:
+        return torch.full(host.shape, int(host), dtype=torch.long, device=device)
+    return sent(host, device)
+
+
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on a device; a GPU is not waited for, which takes page-locked memory."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 def home_of(module: nn.Module) -> torch.device:
     """The device that a module runs on, its weights being there or brought there."""
     hook = getattr(module, "_hf_hook", None)

@@ -17,6 +17,7 @@ import torch
 
 from lede.cache import KVCache
 from lede.decider import Decider
+from lede.devices import numbers_on
 from lede.draft import UNKNOWN, Draft, HeadRead
 from lede.history import History
 from lede.kernels import reading_of
@@ -147,7 +148,7 @@ class Drafter(Decider):
         tokens = self.copied(plan, room)
         run = [ids[-1], *(tokens[:-1] if tokens and tokens[-1] in self.eos else tokens)]
         block = self.model.block(cache, len(ids) - 1, len(run))
-        hidden = self.model.embed(torch.tensor([run], device=self._device), block)
+        hidden = self.model.embed(numbers_on(self._device, [run]), block)
         draft = Draft(0, [hidden], tokens, [None] * len(tokens), lookup=plan)
         draft.capped = bool(tokens) and (len(tokens) == room or tokens[-1] in self.eos)
         if tokens and plan.prune_at is not None:
@@ -203,4 +204,4 @@ class Drafter(Decider):
         return token
 
     def _ids(self, token: int) -> torch.Tensor:
-        return torch.tensor([[token]], device=self._device)
+        return numbers_on(self._device, [[token]])

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from lede.adapters import adapted
 from lede.blocks import MAX_ROWS, Block, Tables, attention_of
 from lede.cache import KVCache, Place, neighbours
-from lede.devices import home_of, places_of
+from lede.devices import home_of, numbers_on, places_of
 from lede.ends import Embedding, Readout, part
 from lede.families import FAMILIES, Family, UnsupportedModelError, check_supported
 from lede.fast_linear import accelerated
@@ -216,12 +216,12 @@ class EarlyExitModel:
         if extent > cache.capacity:
             raise ValueError(f"the cache holds {cache.capacity} tokens, {extent} were needed")
         aligned, span = max(starts) == lowest, neighbours(rows)
-        places = torch.arange(lowest, lowest + width, device=self.device)[None]
+        places = torch.arange(lowest, lowest + width, device=(device := self.device))[None]
         if not aligned:
-            places = places + torch.tensor([[start - lowest] for start in starts], device=self.device)
+            places = places + numbers_on(device, [[start - lowest] for start in starts])
             if max(starts) + width > cache.capacity:
                 places.clamp_(max=cache.capacity - 1)
-        index = torch.tensor(rows, device=self.device)
+        index = numbers_on(device, rows) if span is None else torch.arange(span.start, span.stop, device=device)
         slots = places if span is None or not aligned else slice(lowest, lowest + width)
         place = Place(span or index, index[:, None], slots, lowest, extent)
         return Block(places, cache, lowest if aligned else None, place)

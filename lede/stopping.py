@@ -14,6 +14,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from lede.devices import numbers_on
 from lede.scores import ScoreRecord
 
 FinishReason = Literal["eos", "stop", "length", "time"]
@@ -87,7 +88,7 @@ class Stopping:
         Returns:
             How many tokens of the block stay, and why the text ends behind them; None when it goes on.
         """
-        rows = torch.tensor([[*self._padding, *ids, *block]], dtype=torch.long, device=self._device)
+        rows = numbers_on(torch.device(self._device), [[*self._padding, *ids, *block]])
         before = rows.shape[1] - len(block)
         if self._others:
             for n in range(1, len(block) + 1):

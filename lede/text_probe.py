@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from lede.cache import KVCache
+from lede.devices import numbers_on
 from lede.models import Block, EarlyExitModel
 from lede.policies.base import SkipSublayers
 from lede.statistics import Meter
@@ -137,7 +138,7 @@ class TextProbe:
     def _place(self, start: int, n_tokens: int) -> tuple[torch.Tensor, Block]:
         """Hidden states of the text before the first layer, and where they sit."""
         block = self._model.block(self._cache, start, n_tokens)
-        ids = torch.tensor([self._ids[start : start + n_tokens]], device=self._model.device)
+        ids = numbers_on(self._model.device, [self._ids[start : start + n_tokens]])
         return self._model.embed(ids, block), block
 
 
