@@ -143,9 +143,14 @@ class Decider:
             read: At the position before it.
             ids: The text before the draft.
         """
-        token, q = self.chooser.choose(read.logits, [*ids, *draft.tokens] if self.chooser.processors else ())
-        draft.tokens.append(token)
-        draft.distributions.append(q)
+        likeliest = UNKNOWN if read.reading is None else read.reading.token
+        if likeliest != UNKNOWN and self.chooser.takes_likeliest:  # no device is asked twice
+            draft.tokens.append(likeliest)
+            draft.distributions.append(None)
+        else:
+            token, q = self.chooser.choose(read.logits, [*ids, *draft.tokens] if self.chooser.processors else ())
+            draft.tokens.append(token)
+            draft.distributions.append(q)
         if self._surprisal_wanted and draft.fixed is None:
             if read.reading is None and self.observer is not None:
                 self.meter.enter("inspect")

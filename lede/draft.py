@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lede.features import surprisal
 from lede.head_reading import Reading
 from lede.history import History
 from lede.policies.base import ExitAt, Lookup, SkipSublayers
+from lede.primitives import surprisal, surprisals
 from lede.statistics import Round
 from lede.verification import Chooser
 
@@ -76,8 +76,8 @@ def settle(draft: Draft, logits: torch.Tensor, chooser: Chooser, ids: Sequence[i
     drafted, trace = len(draft.tokens), history.trace
     if trace is not None:
         if draft.lookup is not None:  # no position was left before the last layer
-            for row in logits[: accepted + (following is not None)]:
-                trace.push(surprisal(row))
+            for value in surprisals(logits[: accepted + (following is not None)]):
+                trace.push(value)
         elif draft.fixed is not None:  # nobody looked at its positions
             if following is not None:
                 trace.push(surprisal(logits[accepted]))

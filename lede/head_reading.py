@@ -53,7 +53,7 @@ class HeadReader:
         self, features: FeatureConfig, compiled: Callable[[torch.Tensor], list[float] | None] | None = None
     ) -> None:
         names = set(features.names)
-        self._entropy, self._token = "entropy" in names, "agreement" in names
+        self._entropy = "entropy" in names
         self._margin = bool(names & {"margin", "certainty", "chance", "outlook"})
         self._top_k = features.top_k if "confidence" in names else 0
         self._powers = np.empty(0, dtype=np.float32)
@@ -124,7 +124,6 @@ class HeadReader:
         if self._top_k:
             mean = log_total - top[: self._top_k].mean()
         parts = [log_total, -top[min(1, n_top - 1)], spread, mean]
-        if self._token:
-            parts.append(logits.argmax(-1).to(wide.dtype))  # exact in float32 up to 2^24 entries
-        surprisal, margin, entropy, confidence, *token = torch.stack(parts).tolist()  # the one transfer
-        return Reading(surprisal, margin, entropy, confidence, int(token[0]) if token else -1)
+        parts.append(logits.argmax(-1).to(wide.dtype))  # exact in float32 up to 2^24 entries
+        surprisal, margin, entropy, confidence, token = torch.stack(parts).tolist()  # the one transfer
+        return Reading(surprisal, margin, entropy, confidence, int(token))

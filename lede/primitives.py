@@ -107,6 +107,15 @@ def surprisal(logits: torch.Tensor) -> float:
     return float(torch.logsumexp(wide - wide.max(), dim=-1))
 
 
+def surprisals(logits: torch.Tensor) -> list[float]:
+    """The same for each row of `(row, vocabulary)`; one transfer from a device."""
+    if logits.is_cpu:
+        return [surprisal(row) for row in logits]
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    found: list[float] = torch.logsumexp(wide - wide.amax(-1, keepdim=True), dim=-1).tolist()
+    return found
+
+
 def row_of(logits: torch.Tensor) -> npt.NDArray[np.floating] | None:
     """Logits `(vocabulary,)` as numpy sees them, at least float32; None where they are not on the CPU."""
     if not logits.is_cpu:

@@ -58,7 +58,10 @@ class Request:
 
     def chooser(self, row: int, device: torch.device) -> Chooser:
         """A new chooser for a row: its own luck, its processors, and a record of scores where they are kept."""
-        source = TorchSource(torch_stream(self.seed, Purpose.TOKENS, self.stream + row, device=device))
+        index = self.stream + row
+        # a draw on a device is the device's; whether a token stays is for the host, which need not wait for its luck
+        acceptance = None if device.type == "cpu" else torch_stream(self.seed, Purpose.ACCEPTANCE, index)
+        source = TorchSource(torch_stream(self.seed, Purpose.TOKENS, index, device=device), acceptance)
         record = None
         if self.output_scores or self.output_logits:
             record = ScoreRecord(self.output_scores, self.output_logits)

@@ -21,6 +21,7 @@ class Purpose(enum.IntEnum):
     BRANCHES = 7
     TURNS = 8
     SPLIT = 9
+    ACCEPTANCE = 10
 
 
 def numpy_stream(seed: int, purpose: Purpose, *index: int) -> np.random.Generator:

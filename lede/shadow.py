@@ -60,9 +60,10 @@ class ShadowReader:
         logits = self._model.head(torch.cat([s.to(states[0].device) for s in states], dim=1))[0].float()
         best = logits.max(dim=-1)
         probabilities = (best.values - torch.logsumexp(logits, dim=-1)).exp()
+        found = torch.stack([best.indices.double(), probabilities.double()]).reshape(2, -1, n).cpu().numpy()
         return Shadow(
             layers=self.layers,
-            tokens=best.indices.reshape(-1, n).cpu().numpy(),
-            probabilities=probabilities.reshape(-1, n).cpu().numpy(),
+            tokens=found[0].astype(np.int64),
+            probabilities=found[1].astype(np.float32),
             targets=np.array(tokens, dtype=np.int64),
         )

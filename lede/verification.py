@@ -27,9 +27,9 @@ Source: speculative sampling, Leviathan et al. (arXiv 2211.17192), algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import (
@@ -39,6 +39,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from lede.devices import numbers_on
 from lede.scores import ScoreRecord
 
 
@@ -105,18 +106,32 @@ class RandomSource(Protocol):
 
 
 class TorchSource:
-    """Luck from one torch generator, which nothing else may share."""
+    """Luck from torch generators, which nothing else may share.
 
-    def __init__(self, generator: torch.Generator) -> None:
+    Args:
+        generator: Draws tokens, on the device of the distributions.
+        acceptance: Accepts them, on the CPU, so that no device is waited for; None for the same generator.
+    """
+
+    def __init__(self, generator: torch.Generator, acceptance: torch.Generator | None = None) -> None:
         self.generator = generator
+        self.acceptance = acceptance or generator
 
     def draw(self, probabilities: torch.Tensor) -> int:
         """A token from a distribution `(vocabulary,)`."""
-        return int(torch.multinomial(probabilities, 1, generator=self.generator))
+        if probabilities.is_cpu:
+            return int(torch.multinomial(probabilities, 1, generator=self.generator))
+        # the same race of exponential clocks, but a device that is asked for its winner once, and not thrice
+        clocks = torch.empty_like(probabilities).exponential_(generator=self.generator)
+        best, token = (probabilities / clocks).max(-1)
+        how_fast, winner = torch.stack([best.double(), token.double()]).tolist()
+        if not 0 < how_fast < float("inf"):
+            raise RuntimeError("a distribution to draw from holds NaN or infinity, or nothing but zeros")
+        return int(winner)
 
     def accept(self, probability: float) -> bool:
         """True with this probability."""
-        return float(torch.rand((), generator=self.generator, device=self.generator.device)) < probability
+        return float(torch.rand((), generator=self.acceptance, device=self.acceptance.device)) < probability
 
 
 class Chooser:
@@ -143,6 +158,11 @@ class Chooser:
         self.processors = processors if processors else None
         self.padding = padding
         self.record = record
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether a token is the likeliest by raw logits."""
+        return self.processors is None and self.warp.greedy
 
     def choose(self, logits: torch.Tensor, prefix: Sequence[int]) -> tuple[int, torch.Tensor | None]:
         """The next token from raw logits `(vocabulary,)`, and the distribution it was drawn from (None if greedy)."""
@@ -186,9 +206,14 @@ class Chooser:
     def _verify_sampled(
         self, p: torch.Tensor, drafted: Sequence[int], distributions: Sequence[torch.Tensor | None]
     ) -> tuple[int, int | None]:
-        for i, token in enumerate(drafted):
-            q = distributions[i]
-            if self.source.accept(float(p[i, token]) if q is None else min(1.0, float(p[i, token] / q[token]))):
+        ratios: Iterable[Any] = (
+            p[i, token] if q is None else p[i, token] / q[token]
+            for i, (token, q) in enumerate(zip(drafted, distributions, strict=True))
+        )
+        if drafted and not p.is_cpu:
+            ratios = torch.stack(list(ratios)).tolist()  # one transfer, and not one a token
+        for i, (token, q, ratio) in enumerate(zip(drafted, distributions, ratios, strict=True)):
+            if self.source.accept(min(1.0, float(ratio))):
                 continue
             if q is None:
                 residual = p[i].clone()
@@ -197,7 +222,7 @@ class Chooser:
                 residual = (p[i] - q).clamp_min(0)
             total = residual.sum()
             # rejected although p equals q up to rounding: nothing is left over, and p is the right law
-            return i, self.source.draw(residual / total if total > 0 else p[i])
+            return i, self.source.draw(torch.where(total > 0, residual / total, p[i]))
         bonus = self.source.draw(p[len(drafted)]) if p.shape[0] > len(drafted) else None
         return len(drafted), bonus
 
@@ -206,7 +231,7 @@ class Chooser:
         scores = logits.float()  # as transformers does before it chooses, so that ties fall alike
         if self.processors is None:
             return scores
-        ids = torch.tensor([[*self.padding, *prefix, *drafted]], dtype=torch.long, device=scores.device)
+        ids = numbers_on(scores.device, [[*self.padding, *prefix, *drafted]])
         first = ids.shape[1] - len(drafted)
         rows = [
             self.processors(ids[:, : first + i], scores[i : i + 1].clone())  # type: ignore[arg-type]  # as above
