@@ -33,6 +33,9 @@ if [ -n "${WHEELS:-}" ]; then
         echo "gpu: WHEELS '$WHEELS' holds no *.whl; give a folder of wheels, or leave it out" >&2
         exit 2
     fi
+    # into a folder of their own, which a Python that its system manages allows too
+    export PIP_TARGET="${PIP_TARGET:-$(realpath -m "$OUT")/packages}"
+    export PYTHONPATH="$PIP_TARGET:$PYTHONPATH"
     # each by itself: one that doesn't fit this Python doesn't keep out the others
     for wheel in "$WHEELS"/*.whl; do
         "$PYTHON" -m pip install --quiet --no-index --no-deps --find-links "$WHEELS" "$wheel" ||

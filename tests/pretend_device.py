@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def names_device(value: Any) -> bool:
 
 def _line() -> str:
     """The innermost line of lede on the stack, or else of a test."""
-    frame, test = sys._getframe(2), "elsewhere"
+    frame: FrameType | None = sys._getframe(2)
+    test = "elsewhere"
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if ROOT in path.parents and path != Path(__file__):
@@ -78,7 +80,7 @@ def _line() -> str:
             if place.parts[0] != "tests":
                 return f"{place}:{frame.f_lineno}"
             test = f"{place}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return test
 
 

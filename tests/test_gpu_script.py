@@ -307,10 +307,9 @@ def test_wheels_are_installed_first_and_a_broken_one_is_named(tmp_path: Path) ->
         wheel.writestr("sound-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: sound\nVersion: 1.0\n")
         wheel.writestr("sound-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr("sound-1.0.dist-info/RECORD", "")
-    target = tmp_path / "site"
-    done = run(tmp_path / "out", WHEELS=str(tmp_path), STAGES="nothing", PIP_TARGET=str(target))
+    done = run(tmp_path / "out", WHEELS=str(tmp_path), STAGES="nothing")
     assert done.returncode == 2
-    assert (target / "sound.py").exists()
+    assert (tmp_path / "out" / "packages" / "sound.py").exists()
     assert "gpu: broken-1.0-py3-none-any.whl could not be installed; what needs it is skipped" in done.stderr
     assert "gpu: sound" not in done.stderr
 
