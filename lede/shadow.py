@@ -60,10 +60,10 @@ class ShadowReader:
         logits = self._model.head(torch.cat([s.to(states[0].device) for s in states], dim=1))[0].float()
         best = logits.max(dim=-1)
         probabilities = (best.values - torch.logsumexp(logits, dim=-1)).exp()
-        found = torch.stack([best.indices.double(), probabilities.double()]).reshape(2, -1, n).cpu().numpy()
+        found = torch.stack([best.indices.float(), probabilities]).reshape(2, -1, n).cpu().numpy()
         return Shadow(
             layers=self.layers,
             tokens=found[0].astype(np.int64),
-            probabilities=found[1].astype(np.float32),
+            probabilities=found[1],
             targets=np.array(tokens, dtype=np.int64),
         )

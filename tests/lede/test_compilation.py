@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lede import compilation, compiled_layers
-from lede.compiled_layers import CompiledLayers
+from lede.compiled_layers import SLOT_BUCKET, CompiledLayers
 from lede.fast_linear import FastConv1D, FastLinear, accelerated
 from lede.generation import generate, prefill
 from lede.models import EarlyExitModel, load_model
@@ -70,6 +70,24 @@ def test_the_text_is_the_plain_model_s(dtype: torch.dtype, fixed: bool, monkeypa
         policy = parse_policy("static:exit_layer=2;draft_length=5")
         out = generate(model, input_ids=ids, policy=policy, max_new_tokens=budget)
         assert is_exact(model, ids, out.sequences[0, 5:].tolist(), plain_generate(model, ids, budget))
+
+
+@pytest.mark.slow
+def test_graphs_are_told_of_sizes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph is recorded for every combination of the numbers that it is given: none may move with the text."""
+    told: set[int] = set()
+    own = torch.compile
+
+    def note(module: Any, inputs: list[Any]) -> Any:
+        told.update(each.node.hint for each in inputs if isinstance(each, torch.SymInt))
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: own(function, dynamic=True, backend=note))
+    monkeypatch.setattr(compilation, "_stand_still", lambda model: True)
+    model = load_model((tiny_hf_model("mistral"), None))
+    assert model.compile()
+    slots = (SLOT_BUCKET, 2 * SLOT_BUCKET)
+    assert set(slots) <= told <= {*slots, *compiled_layers.GPU_ROW_BUCKETS}
 
 
 @pytest.mark.slow

@@ -77,19 +77,21 @@ def by_place(counts: Counter[tuple[str, str]]) -> Counter[str]:
 
 def test_a_device_refuses_what_a_gpu_refuses(device: PretendedDevice) -> None:
     here, there = torch.ones(3), torch.ones(3, device="cuda")
-    for meet in (
+    meetings: tuple[Callable[[], object], ...] = (
         lambda: here + there,
         lambda: torch.cat([here, there]),
         lambda: torch.nn.functional.linear(there, torch.ones(2, 3)),
         lambda: here[there.long()],
         lambda: there.index_select(0, torch.tensor([0])),
         lambda: here + torch.ones((), device="cuda"),
-    ):
+    )
+    for meet in meetings:
         with pytest.raises(RuntimeError, match="device"):
             meet()
-    for wrong in (lambda: there.numpy(), lambda: np.asarray(there)):
-        with pytest.raises(TypeError, match="numpy"):
-            wrong()
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    with pytest.raises(TypeError, match="numpy"):
+        np.asarray(there)
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(2, device="cuda", generator=torch.Generator())
     assert on_device(there * torch.tensor(2.0)), "a number of the CPU may meet a tensor of the device"
@@ -177,7 +179,7 @@ def test_collecting_waits_for_whole_tables(device: PretendedDevice, collector: A
 
     stores: list[Any] = []
     for place, model in (("there", moved()), ("here", tiny_model("llama"))):
-        branches = {"branches": 1.0} if collector == "teacher" else {}
+        branches: dict[str, Any] = {"branches": 1.0} if collector == "teacher" else {}
         config = CollectConfig(
             tmp_path / place, collector=collector, max_new_tokens=10, temperature=0.8, batch_size=2, **branches
         )
