@@ -110,9 +110,9 @@ def test_a_device_refuses_what_a_gpu_refuses(device: PretendedDevice) -> None:
 def test_the_host_waits_for_one_number_a_decision(device: PretendedDevice, settings: dict[str, Any]) -> None:
     model = moved()
     for kind in ("static", "survival"):
-        (out,) = checked(device, model, kind, ROWS[0], max_new_tokens=16, **settings)
+        (out,) = checked(device, model, kind, ROWS[0], max_new_tokens=12, **settings)
         waits, stats = by_place(device.waits), out.stats
-        assert stats.drafted > 8
+        assert stats.drafted > 5
         assert not by_place(device.sent), "a copy that the host waits for"
         if kind == "static":  # a drafted token, a round and the first token; sampled, acceptance is asked for at once
             most = stats.drafted + stats.rounds + 1 + (stats.rounds if settings else 0)
