@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -267,11 +268,12 @@ def gpu_tests(stage: Stage) -> None:
     if lacking("pytest"):
         stage.write("skipped", "tests/lede/test_gpu.py: pytest not installed")
         return
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu"]
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu"]
+    # into the log as it comes, so that it is known how far they got if their time is over
+    teed = f"set -o pipefail; {shlex.join([*command, 'tests/lede/test_gpu.py'])} 2>&1 | tee -a /dev/stderr"
     done = subprocess.run(
-        [*command, "tests/lede/test_gpu.py"], cwd=ROOT, capture_output=True, text=True, errors="replace", check=False
+        ["bash", "-c", teed], cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace", check=False
     )
-    print(done.stdout, done.stderr, flush=True)
     summary = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "pytest said nothing")
     if done.returncode not in (0, 1):
         stage.write("failure", f"pytest ended with {done.returncode}: {summary}")
