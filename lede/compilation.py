@@ -86,11 +86,8 @@ def _trial(model: EarlyExitModel, compiled: CompiledLayers) -> float:
     capacity = CAPACITY + (SLOT_BUCKET if compiled.fixed else 0)
     watched, other = (KVCache(model.n_layers, capacity, 1, model.windows, *compiled.making) for _ in range(2))
     length, apart = 0, 0.0
-    for n_tokens in (
-        PROMPT,
-        *compiled.buckets,
-        *compiled.buckets,
-    ):  # twice: what differs from call to call is left open then
+    # twice: what differs from call to call is left open then
+    for n_tokens in (PROMPT, *compiled.buckets, *compiled.buckets):
         ids = torch.arange(length, length + n_tokens, device=model.device)[None] % model.vocab_size
         block, mine = model.block(watched, length, n_tokens), model.block(other, length, n_tokens)
         hidden = model.embed(ids, block)
