@@ -90,6 +90,7 @@ class RoundCosts:
         if features is not None:
             decisions = (reads - run.unasked) / features.draft_head_reads
             total += decisions * (costs.decision_seconds(features) - costs.head_seconds())
+            total -= (drafting_reads - run.unasked) * (costs.costs.choose - costs.choice_seconds(features))
             if observed.pre_scan:
                 total += len(run.rounds) * costs.pre_scan_seconds(features)
         return total

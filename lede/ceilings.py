@@ -144,7 +144,7 @@ def blind_seconds(tables: CostTables) -> Array:
     The context is the one before the round. Column 0 of `drafted` is unused.
     """
     n_contexts = tables.plain.size - tables.max_draft
-    read = tables.head + tables.choose
+    read = tables.head + tables.choice(None)
     again = tables.again + read  # (candidate, context)
     summed = np.concatenate((np.zeros((len(again), 1)), np.cumsum(again, axis=1)), axis=1)
     found = np.full((2, len(again), tables.max_draft + 1, n_contexts), np.inf)

@@ -185,6 +185,10 @@ class CostModel:
             seconds += self.head_seconds() + costs.choose
         return seconds
 
+    def choice_seconds(self, features: FeatureConfig | None) -> float:
+        """Seconds of a greedy token from logits at hand: none where a policy read them, which tells the token too."""
+        return self.costs.choose if features is None else 0.0
+
     def blind_seconds(self, features: FeatureConfig | None = FeatureConfig()) -> float:
         """Seconds of drafting a token that nobody was asked about, from a state at the exit layer.
 
@@ -216,7 +220,7 @@ class CostModel:
             lowest: The lowest candidate.
         """
         read = self.head_seconds() if features is None else self.decision_seconds(features, drafting=layer > lowest)
-        return self.costs.embed + self.again_seconds(layer, context) + read + self.costs.choose
+        return self.costs.embed + self.again_seconds(layer, context) + read + self.choice_seconds(features)
 
     def round_seconds(
         self,
@@ -267,7 +271,7 @@ class CostModel:
         if not scanned:
             total += self.seconds(0, exit_layer, 1, context)
         asked = bool(scanned) and features is not None
-        total += self.costs.choose if asked else self.blind_seconds(features)
+        total += self.choice_seconds(features) if asked else self.blind_seconds(features)
         total += sum(self.draft_seconds(exit_layer, context + i, features, lowest) for i in range(1, n_drafted))
         if ending != "eos":
             total += self.costs.embed + self.again_seconds(exit_layer, context + n_drafted)

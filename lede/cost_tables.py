@@ -65,11 +65,14 @@ class CostTables:
             for q in range(1, max_draft + 2):
                 self.verify[k, q] = along(partial(costs.verify_seconds, layer, q))
         self.head = costs.head_seconds()
-        self.choose = costs.costs.choose
 
     def decision(self, features: FeatureConfig | None, drafting: bool = False) -> float:
         """Seconds of asking a policy at a layer: head reads, features, policy; 0 if it observes nothing."""
         return 0.0 if features is None else self.costs.decision_seconds(features, drafting)
+
+    def choice(self, features: FeatureConfig | None) -> float:
+        """Seconds of a token from logits at hand; 0 if a policy has read them."""
+        return self.costs.choice_seconds(features)
 
     def pre_scan(self, features: FeatureConfig | None) -> float:
         """Seconds of asking a policy before the scan; 0 if it does not decide there."""

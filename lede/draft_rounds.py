@@ -92,9 +92,9 @@ class DraftRounds:
         self._ask_draft = np.full(self.candidates.size, costs.decision(features, drafting=True))
         self._ask_draft[:1] = self._ask_scan  # below the lowest candidate there is none to agree with
         self._lookup_costs = LookupCosts(costs.costs, table.max_context)
-        self._draw = costs.choose + (costs.head if features is None else 0.0)
+        self._draw = costs.choice(features) + (costs.head if features is None else 0.0)
         self._blind = costs.costs.blind_seconds(features)
-        self._unseen = costs.choose + costs.head  # a token of a fixed draft
+        self._unseen = costs.choice(None) + costs.head  # a token of a fixed draft
 
     @property
     def n_actions(self) -> int:

@@ -78,7 +78,7 @@ class DraftingProblem:
         for _ in candidates:
             marginal.append(state)
             state = state @ moves
-        ask, choose, head = model.decision_seconds(features), self.costs.choose, model.head_seconds()
+        ask, blindly = model.decision_seconds(features), model.blind_seconds(features)  # who asks has the token as well
 
         @cache
         def drafting(k: int, n: int, alive: float) -> float:
@@ -87,13 +87,13 @@ class DraftingProblem:
             stop = model.verify_seconds(candidates[k], n + 1, 0)
             if n == self.max_draft:
                 return -rate * (position + stop)
-            further = [alive * a - rate * choose + drafting(k, n + 1, round(alive * a, 12)) for a in chances.tolist()]
+            further = [alive * a + drafting(k, n + 1, round(alive * a, 12)) for a in chances.tolist()]
             best = np.maximum(further, -rate * stop)
             return float(-rate * (position + ask) + marginal[k] @ best)
 
         def drafted(k: int) -> Array:
             """Worth of drafting a token of each state at a candidate, `(state,)`, its head read aside."""
-            return np.asarray([a - rate * choose + drafting(k, 1, round(a, 12)) for a in chances.tolist()])
+            return np.asarray([a + drafting(k, 1, round(a, 12)) for a in chances.tolist()])
 
         scan = np.full(chances.size, -rate * model.verify_seconds(candidates[-1], 1, 0))
         for k in reversed(range(len(candidates))):
@@ -103,7 +103,7 @@ class DraftingProblem:
             # what the candidate is worth before its state is known, by the state of the candidate before
             scan = -rate * cost + (moves @ best if k else np.full(chances.size, np.asarray(text.start) @ best))
         blind = [
-            marginal[k] @ drafted(k) - rate * (self.costs.embed + model.seconds(0, layer) + head)
+            marginal[k] @ drafted(k) - rate * (self.costs.embed + model.seconds(0, layer) + blindly)
             for k, layer in enumerate(candidates)
         ]
         plans = max(-rate * model.plain_seconds(0), float(scan[0]), *map(float, blind))

@@ -129,7 +129,7 @@ class RoundOutcomes:
         if key not in self._scans:
             self._scans[key] = CostTables(self.costs, key, self.table.max_context, 1)
         scan = self._scans[key]
-        ask, draw = scan.decision(self.asked), self._tables.choose
+        ask, draw = scan.decision(self.asked), scan.choice(self.asked)
         rows = np.arange(len(self._run))
         tokens, seconds = np.ones(rows.size, dtype=np.int64), np.zeros(rows.size)
         looking = rows
@@ -220,7 +220,7 @@ class RoundOutcomes:
         summed = np.concatenate((np.zeros((len(self.layers), 1)), np.cumsum(tables.again, axis=1)), axis=1)
         positions = length - ends  # beyond the first
         seconds = summed[k, context + 1 + positions] - summed[k, context + 1]
-        seconds += (length - ends - capped) * ask + (length - 1) * tables.choose
+        seconds += (length - ends - capped) * ask + (length - 1) * tables.choice(self.asked)
         seconds += tables.verify[k, length + ~ends, context]
         if blind:
             seconds += tables.draft[k, context] + self.costs.blind_seconds(self.asked)

@@ -86,7 +86,7 @@ def test_derived_facts(clock: Clock, tmp_path: Path) -> None:
     draft = c.embed + c.span + 2 * (c.layer + 4 * c.layer_context) + c.head + c.choose
     assert found.head_over_layer() == pytest.approx(c.head / (c.span + c.layer + 4 * c.layer_context))
     assert found.draft_share(2) == pytest.approx(draft / plain)
-    asked = draft + c.observe + c.features + c.policy
+    asked = draft + c.observe + c.features + c.policy - c.choose  # what is read off the logits tells the token
     assert found.draft_share(2, FeatureConfig(("surprisal", "trace"))) == pytest.approx(asked / plain)
     ratios = found.verification_ratios(24)
     assert ratios[7] == pytest.approx(model.verify_seconds(4, 7, 24) / model.verify_seconds(4, 1, 24))

@@ -87,7 +87,12 @@ def best_of_chain() -> tuple[float, Callable[[int, float, int], bool]]:
     A round is a renewal: its reward is tokens - rate * seconds, and the best rate is where the best round earns 0.
     """
     tables = CostTables(COSTS, (LAYER,), BUDGET, CAP)
-    ask, draw, pass_, draft = tables.decision(SEEN), tables.choose, float(tables.scan[0, 0]), float(tables.draft[0, 0])
+    ask, draw, pass_, draft = (
+        tables.decision(SEEN),
+        tables.choice(SEEN),
+        float(tables.scan[0, 0]),
+        float(tables.draft[0, 0]),
+    )
 
     def going_on(rate: float) -> tuple[Callable[[int, float, int], tuple[float, bool]], Callable[[int], float]]:
         @cache
