@@ -17,6 +17,7 @@ PACKAGES = (
     "rich",
     "gymnasium",
     "zarr",
+    "numcodecs",
     "d3rlpy",
     "tensorboard",
     "matplotlib",

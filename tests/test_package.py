@@ -86,7 +86,7 @@ def test_metadata_keeps_serving_light(wheel: Path) -> None:
     needs = [(re.split(r"[^\w-]", line)[0], line) for line in metadata.get_all("Requires-Dist", [])]
     base = {name for name, line in needs if "extra ==" not in line}
     assert base == {"torch", "transformers", "safetensors", "numpy", "tyro", "rich"}
-    assert {name for name, line in needs if 'extra == "collect"' in line} == {"gymnasium", "zarr"}
+    assert {name for name, line in needs if 'extra == "collect"' in line} == {"gymnasium", "numcodecs", "zarr"}
     assert "d3rlpy" in {name for name, line in needs if 'extra == "train"' in line}
     assert "lede = lede.cli:main" in scripts
 
