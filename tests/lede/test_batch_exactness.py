@@ -160,7 +160,7 @@ def test_texts_are_the_plain_models(family: str) -> None:
     assert 0.1 < sum(out.stats.accepted for out in outputs) / drafted < 0.95
 
 
-MIXTURE = RandomPolicy(seed=1, lookup_probability=0.4)
+MIXTURE = RandomPolicy(seed=1, blind_probability=0.4, fixed_probability=0.6, lookup_probability=0.3)
 
 NOTABLE = {"codegen", "cohere2", "gemma2", "gpt_bigcode", "gpt_oss", "mixtral", "opt", "phi3", "stablelm"}
 """Soft caps, sinks, experts, one head of keys, tables of positions: what rows in one block could disturb."""

@@ -80,7 +80,7 @@ def policies(family: str) -> dict[str, Policy | None]:
     entropy = float(np.median(observations(family)[:, FeatureConfig().names.index("entropy")]))
     every["threshold"] = ThresholdPolicy(measure="entropy", thresholds=entropy)
     for seed in range(3):
-        every[f"random {seed}"] = RandomPolicy(seed=seed)
+        every[f"random {seed}"] = RandomPolicy(seed=seed, fixed_probability=0.4 * seed)
         every[f"learned {seed}"] = random_network(seed, observations(family), (1, 2, 3, 5))
     every["random gaps"] = RandomPolicy(seed=3, gap_probability=0.5)
     every["random lookups"] = RandomPolicy(seed=4, gap_probability=0.2, lookup_probability=0.5)

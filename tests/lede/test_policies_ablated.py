@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ def test_a_fixed_layer_leaves_the_length_to_the_base(base: Path) -> None:
     held = run(AblatedPolicy.of(base, exit_layer=2))
     assert {r.exit_layer for r in held.rounds[:-1]} == {2}  # the last round may have no room for a draft
     assert len({r.drafted for r in held.rounds}) > 1
+
+
+def test_a_fixed_draft_of_the_base_gets_the_fixed_length(tmp_path: Path) -> None:
+    base = made_up_survival(2, CANDIDATES)
+    SurvivalPolicy.from_model(base.model, replace(base.config, blind=2, fixed_length=4)).save_pretrained(str(tmp_path))
+    whole, held = run(load_policy(tmp_path)), run(AblatedPolicy.of(tmp_path, draft_length=2))
+    assert {r.drafted for r in whole.rounds[:-3]} == {4}
+    assert {r.drafted for r in held.rounds[:-3]} == {2}
 
 
 def test_decisions_by_hand(base: Path) -> None:

@@ -159,7 +159,7 @@ POLICIES: dict[str, Any] = {
     "entropy, cap 2": lambda: by_entropy(max_draft=2),
     "static": lambda: StaticPolicy(exit_layer=1, draft_length=3),
     "random 0": lambda: RandomPolicy(seed=0, candidates=(1, 2)),
-    "random 1": lambda: RandomPolicy(seed=1, candidates=(1, 2)),
+    "random 1": lambda: RandomPolicy(seed=1, candidates=(1, 2), blind_probability=0.5, fixed_probability=0.7),
     "gaps by entropy": lambda: GapsByEntropy(candidates=(1, 2)),
     "gaps by entropy, cap 1": lambda: GapsByEntropy(candidates=(1, 2), max_draft=1),
     "random gaps 0": lambda: random_gaps(0),
