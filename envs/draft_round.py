@@ -41,14 +41,15 @@ class DraftRoundEnv(gymnasium.Env[Observation, np.int64]):
     what an inspection or a verification costs.
 
     ## Action Space
-    `Discrete(2 + K)` for K candidates. Illegal actions raise; `info["action_mask"]` has the legal ones, and
-    `env.action_space.sample(info["action_mask"])` draws one.
+    `Discrete(2 + K + K * F)` for K candidates and F fixed lengths, none unless given. Illegal actions raise;
+    `info["action_mask"]` has the legal ones, and `env.action_space.sample(info["action_mask"])` draws one.
 
     | action | pre-scan | scan | draft |
     |---|---|---|---|
     | 0 | skip: a plain pass | go on; past the last candidate: a plain pass through the rest | stop and verify |
     | 1 | scan: look at the first candidate | exit here: draft the likeliest token | draft on |
     | 2 + k | draft blind at candidate k | - | - |
+    | 2 + K + k * F + f | the whole round: a draft of fixed length f at candidate k, then verify | - | - |
 
     At the cap of `max_draft` tokens, or one short of the budget, the draft ends unasked; so it does with a drafted
     end-of-sequence token that is right.
@@ -100,11 +101,13 @@ class DraftRoundEnv(gymnasium.Env[Observation, np.int64]):
     - `order`: "shuffled" or "sequential".
     - `vocab_size`: entries of the vocabulary; needed for traces in memory alone, which do not tell. Those also count as
       collected with the longest text as budget.
+    - `fixed_lengths`: lengths of drafts that are made without asking or looking, ascending, at most `max_draft`.
 
     `gymnasium.make_vec("lede/DraftRound-v0", num_envs=n)` gives `DraftRoundVectorEnv`, which steps n lanes at once.
 
     ## Version History
-    - v0: first version; `lede/DraftRound-v1` adds drafts copied from the text (`DraftSourceEnv`).
+    - v0: first version; `fixed_lengths`, empty by default, came later. `lede/DraftRound-v1` adds drafts copied from
+      the text (`DraftSourceEnv`).
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # gymnasium calls it no ClassVar
@@ -121,10 +124,15 @@ class DraftRoundEnv(gymnasium.Env[Observation, np.int64]):
         order: PromptOrder = "shuffled",
         vocab_size: int | None = None,
         render_mode: str | None = None,
+        fixed_lengths: Sequence[int] = (),
     ) -> None:
         if render_mode is not None:
             raise ValueError(f"nothing is rendered; leave out render_mode, got '{render_mode}'")
-        self._begin(RoundLanes(traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, 1))
+        lanes = RoundLanes(
+            traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, 1,
+            fixed_lengths=fixed_lengths,
+        )  # fmt: skip
+        self._begin(lanes)
 
     def _begin(self, lanes: RoundLanes) -> None:
         """Take over a lane that nobody has stepped yet."""

@@ -28,9 +28,9 @@ class DraftRoundVectorEnv(gymnasium.vector.VectorEnv[Observations, npt.NDArray[n
     next-step: after a lane's episode has ended, the next `step` ignores its action, starts its next episode and pays
     nothing.
 
-    Infos are arrays `(num_envs,)` under the keys of `DraftRoundEnv`, and `action_mask` `(num_envs, 2 + K)`, whose rows
-    `action_space.sample(tuple(infos["action_mask"]))` takes. Where an episode has ended, the mask is that of its last
-    state.
+    Infos are arrays `(num_envs,)` under the keys of `DraftRoundEnv`, and `action_mask` `(num_envs, action)`, whose
+    rows `action_space.sample(tuple(infos["action_mask"]))` takes. Where an episode has ended, the mask is that of its
+    last state.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], **AUTORESET}  # type: ignore[misc]  # gymnasium calls it no ClassVar
@@ -48,12 +48,15 @@ class DraftRoundVectorEnv(gymnasium.vector.VectorEnv[Observations, npt.NDArray[n
         order: PromptOrder = "shuffled",
         vocab_size: int | None = None,
         render_mode: str | None = None,
+        fixed_lengths: Sequence[int] = (),
     ) -> None:
         if render_mode is not None:
             raise ValueError(f"nothing is rendered; leave out render_mode, got '{render_mode}'")
-        self._begin(
-            RoundLanes(traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, num_envs)
-        )
+        lanes = RoundLanes(
+            traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, num_envs,
+            fixed_lengths=fixed_lengths,
+        )  # fmt: skip
+        self._begin(lanes)
 
     def _begin(self, lanes: RoundLanes) -> None:
         """Take over lanes that nobody has stepped yet."""

@@ -30,7 +30,8 @@ class DraftSourceEnv(DraftRoundEnv):
     the pruning layer keeps nothing.
 
     ## Action Space
-    `Discrete(2 + K + J)` for K candidates and J lookups; `info["action_mask"]` has the legal ones.
+    `Discrete(2 + K + J + K * F)` for K candidates, J lookups and F fixed lengths; `info["action_mask"]` has the legal
+    ones.
 
     | action | pre-scan | scan | draft |
     |---|---|---|---|
@@ -38,6 +39,7 @@ class DraftSourceEnv(DraftRoundEnv):
     | 1 | scan: look at the first candidate; illegal without candidates | exit here | draft on |
     | 2 + k | draft blind at candidate k | - | - |
     | 2 + K + j | the whole round by lookup j | - | - |
+    | 2 + K + J + k * F + f | the whole round: a draft of fixed length f at candidate k, then verify | - | - |
 
     ## Observation Space
     That of v0, with `lede.features.LOOKUP_FEATURES` among the defaults: what matches the end of the text, and how
@@ -85,9 +87,10 @@ class DraftSourceEnv(DraftRoundEnv):
         lookup: LookupConfig | None = None,
         lookups: Sequence[int | Lookup] = LOOKUP_LENGTHS,
         memory: PhraseMemory | None = None,
+        fixed_lengths: Sequence[int] = (),
     ) -> None:
         _check_render_mode(render_mode)
-        texts = _texts(sources, lookup, lookups, memory)
+        texts = {**_texts(sources, lookup, lookups, memory), "fixed_lengths": fixed_lengths}
         lanes = RoundLanes(
             traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, 1, **texts
         )
@@ -114,9 +117,10 @@ class DraftSourceVectorEnv(DraftRoundVectorEnv):
         lookup: LookupConfig | None = None,
         lookups: Sequence[int | Lookup] = LOOKUP_LENGTHS,
         memory: PhraseMemory | None = None,
+        fixed_lengths: Sequence[int] = (),
     ) -> None:
         _check_render_mode(render_mode)
-        texts = _texts(sources, lookup, lookups, memory)
+        texts = {**_texts(sources, lookup, lookups, memory), "fixed_lengths": fixed_lengths}
         lanes = RoundLanes(
             traces, profile, candidates, features, max_draft, rate, episode, order, vocab_size, num_envs, **texts
         )

@@ -21,7 +21,7 @@ from lede.features import LOOKUP_FEATURES, MEMORY_FEATURES, WALL_CLOCK_FEATURES,
 from lede.fingerprints import compare_fingerprints
 from lede.lookup import LookupConfig
 from lede.lookup_table import lookups_of
-from lede.policies.base import BLIND, Lookup
+from lede.policies.base import BLIND, ExitAt, Lookup
 from lede.rewards import EXIT
 from lede.simulation import plain_seconds
 
@@ -64,6 +64,7 @@ class RoundLanes:
         lookup: How the text is searched for drafts; None where it drafts none.
         lookups: Drafts from the text to choose from.
         exits: Whether layers may draft; needs lookups if not.
+        fixed_lengths: Lengths of drafts at each candidate that are made without asking.
         memory: Of other texts, behind each of the traces' own; where it holds these (`lede.phrase_folds`), reward
             flatters whoever trusts it.
 
@@ -87,6 +88,7 @@ class RoundLanes:
         lookups: Sequence[Lookup] = (),
         exits: bool = True,
         memory: PhraseMemory | None = None,
+        fixed_lengths: Sequence[int] = (),
     ) -> None:
         if episode not in get_args(EpisodeUnit):
             raise ValueError(f"episode must be one of {', '.join(get_args(EpisodeUnit))}, got '{episode}'")
@@ -94,6 +96,14 @@ class RoundLanes:
             raise ValueError(f"num_envs must be at least 1, got {n_lanes}")
         if max_draft < 1:
             raise ValueError(f"max_draft must be at least 1, got {max_draft}")
+        if list(fixed_lengths) != sorted(set(fixed_lengths) & set(range(1, max_draft + 1))):
+            raise ValueError(
+                f"fixed_lengths must be ascending within 1..max_draft = {max_draft}, got {list(fixed_lengths)}"
+            )
+        if fixed_lengths and not exits:
+            raise ValueError(
+                "fixed_lengths are of drafts by layers, which sources 'lookup' leaves out; drop one of them"
+            )
         source = TraceSource.load(traces, candidates, features, vocab_size=vocab_size, use_branches=True)
         if source.table.max_new_tokens < 3:
             raise ValueError(
@@ -110,6 +120,7 @@ class RoundLanes:
         longest = max((plan.length for plan in lookups), default=1)
         self._lookup = None if lookup is None else lookups_of(self.table, lookup, longest, memory)
         self._lookups = tuple(lookups)
+        self._fixed_drafts = tuple(ExitAt(layer, n) for layer in layers for n in fixed_lengths)
         self.plain_rate = float(self.table.n_decided.sum() / plain_seconds(self.table, self.costs).sum())
         self.set_rate(rate)
         self.episode = episode
@@ -189,9 +200,11 @@ class RoundLanes:
         everywhere[lanes] = actions
         n_drafted, n_accepted = self._draft_after(everywhere)
         result = self._step(lanes, everywhere)
-        copies = everywhere >= BLIND + self.rounds.candidates.size
-        n_drafted = np.where(copies, result.copied, n_drafted)
-        n_accepted = np.where(copies, result.copies_accepted, n_accepted)
+        first_plan = BLIND + self.rounds.candidates.size
+        planned = everywhere >= first_plan  # a whole round at once
+        copies = planned & (everywhere < first_plan + len(self._lookups))
+        n_drafted = np.where(planned, result.drafted, n_drafted)
+        n_accepted = np.where(planned, result.accepted, n_accepted)
         terminated = (result.done if self.episode == "prompt" else result.round_end)[lanes]
         self.ended[lanes] = terminated
         self._show(lanes[~terminated])  # a terminated episode has no next state: its last one stays in view
@@ -221,7 +234,8 @@ class RoundLanes:
         """The stage of a lane and what is legal there, in words."""
         stage = Stage(int(self.infos["stage"][lane]))
         blind = (f"draft blind at layer {layer}" for layer in self.costs.candidates)
-        words = (*_ACTIONS[stage], *blind, *map(_copying, self._lookups))
+        fixed = (f"draft {plan.length} tokens at layer {plan.exit_layer} unasked" for plan in self._fixed_drafts)
+        words = (*_ACTIONS[stage], *blind, *map(_copying, self._lookups), *fixed)
         legal = ", ".join(f"{a} ({words[a]})" for a in np.flatnonzero(self.infos["action_mask"][lane]))
         return f"in the {stage.name.lower().replace('_', '-')} they are {legal}"
 
@@ -229,7 +243,13 @@ class RoundLanes:
         # as in decoding: a policy that can't tell the stages apart isn't asked before the scan
         decides = "in_scan" in self.features.names or not self.costs.candidates
         self.rounds = DraftRounds(
-            self.table, self.costs, self.features, decides, seed, lookup=self._lookup, plans=self._lookups
+            self.table,
+            self.costs,
+            self.features,
+            decides,
+            seed,
+            lookup=self._lookup,
+            plans=(*self._lookups, *self._fixed_drafts),
         )
         self.rounds.start(np.zeros(self.n_lanes, dtype=np.int64))
         self._matches = self.table.matches(self.rounds.candidates - 1, seed)

@@ -149,7 +149,7 @@ class DraftRounds:
         self._round_start = np.zeros(n)
         self._seen.start(n)
         self._step_seconds, self._step_tokens = np.zeros(n), np.zeros(n, dtype=np.int64)
-        self._copied, self._copies_accepted = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self._drafted, self._accepted = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         self._ended = np.zeros(n, dtype=np.bool_)
         self.restart(np.arange(n), prompts)
 
@@ -202,7 +202,7 @@ class DraftRounds:
         self._step_seconds[:] = 0
         self._step_tokens[:] = 0
         self._ended = np.zeros(self.stage.size, dtype=np.bool_)
-        self._copied[:] = self._copies_accepted[:] = 0
+        self._drafted[:] = self._accepted[:] = 0
         by_stage = [np.flatnonzero(self.stage == stage) for stage in (Stage.PRE_SCAN, Stage.SCAN, Stage.DRAFT)]
         for lanes, act in zip(by_stage, (self._pre_scan, self._scan, self._draft), strict=True):
             if lanes.size:
@@ -214,8 +214,8 @@ class DraftRounds:
             self._step_tokens.copy(),
             self._ended,
             self.stage == Stage.DONE,
-            self._copied.copy(),
-            self._copies_accepted.copy(),
+            self._drafted.copy(),
+            self._accepted.copy(),
         )
 
     def _context(self, lanes: Ints) -> Ints:
@@ -323,7 +323,7 @@ class DraftRounds:
         if not drafts.all():
             self._plain_pass(lanes[~drafts], found.seconds[~drafts])
         self._step_seconds[lanes[drafts]] += found.seconds[drafts]
-        self._copied[lanes], self._copies_accepted[lanes] = found.drafted, found.accepted
+        self._drafted[lanes], self._accepted[lanes] = found.drafted, found.accepted
         for which, ending in ((drafts & ~found.at_eos, "cap"), (found.at_eos, "eos")):
             here, tokens = lanes[which], found.tokens[which]
             if here.size:
@@ -346,6 +346,7 @@ class DraftRounds:
         if self.log is not None:
             self._write(lanes, self.candidates[k], accepted, accepted + (ending != "eos"), ending)
         rows, unseen = self._row_of(lanes, accepted), self.fixed[lanes] > 0
+        self._drafted[lanes], self._accepted[lanes] = n * unseen, accepted * unseen
         self._seen.verified(lanes, n, accepted, bonus=ending != "eos", rows=rows, unseen=unseen)
         self._commit(lanes, accepted + (ending != "eos"))
 

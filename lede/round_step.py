@@ -35,7 +35,7 @@ class StepResult:
     """Whether a verification ended the round."""
     done: Bools  # (lane,)
     """Whether the text has ended."""
-    copied: Ints  # (lane,)
-    """Tokens that the round drafted from the text; 0 where it drafted none or goes on."""
-    copies_accepted: Ints  # (lane,)
+    drafted: Ints  # (lane,)
+    """Tokens that the step drafted by a plan, which plays the whole round; 0 elsewhere."""
+    accepted: Ints  # (lane,)
     """Those of them that were accepted."""

@@ -27,6 +27,20 @@ class RunFolder:
         self.logs = self.path / "logs"
         self.curve = self.logs / "learning_curve.jsonl"
 
+    def check(self) -> None:
+        """See that the folder can be made, without making anything: before the work that fills it.
+
+        Raises:
+            ValueError: A file is in the way, or the place can't be written.
+        """
+        there = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise ValueError(f"cannot make the folder of the run {self.path}: {there} is a file; give another --out")
+        if not os.access(there, os.W_OK):
+            raise ValueError(
+                f"cannot make the folder of the run {self.path}: {there} can't be written; give another --out"
+            )
+
     def create(self) -> None:
         """Make the folders.
 

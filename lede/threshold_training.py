@@ -56,6 +56,7 @@ def train_thresholds(
     folder = RunFolder(config.out)
     if folder.used:
         raise ValueError(f"{config.out} holds a run already, and a search has nothing to resume: give another folder")
+    folder.check()
     watch = Stopwatch(folder.path)
     buffer = open_store(config.buffer) if buffer is None else buffer
     if validation is None and config.validation is not None:

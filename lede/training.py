@@ -72,6 +72,8 @@ def _train(
     folder = RunFolder(config.out, writes=processes.first)
     if folder.used and not config.resume:
         raise ValueError(f"{config.out} holds a run already: resume it (--resume), or give another folder")
+    if folder.writes:
+        folder.check()
     watch = Stopwatch(folder.path)
     if buffer is None:
         buffer = open_store(config.buffer)

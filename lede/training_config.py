@@ -7,6 +7,7 @@ import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from lede.features import FeatureConfig
 from lede.lookup import Continuation, LookupConfig
 from lede.training_sources import Sources, features_for
 
@@ -160,6 +161,8 @@ class TrainConfig:
             ValueError: The objective does not fit the buffer, or a setting the objective.
         """
         traces = kind == "traces"
+        if self.features is not None:
+            FeatureConfig(names=self.features)  # complains of names that there are not
         objective = self.objective or ("wall-clock" if traces and self.profile else "paper")
         wall_clock = objective == "wall-clock"
         if wall_clock and not (traces and self.profile):

@@ -57,6 +57,9 @@ def _row(tally: Tally) -> list[Text]:
 
 
 def _notes(found: VerifyReport) -> Iterator[Text]:
+    asked, had = found.config["n_prompts"], max(tally.prompts for tally in found.tallies)
+    if asked is not None and asked > had:
+        yield Text(f"{asked} prompts were asked for; the file has {had}", style="yellow")
     for tally in found.tallies:
         if tally.too_many_ties:
             yield Text(

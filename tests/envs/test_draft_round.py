@@ -220,6 +220,7 @@ def test_seeds_draw_the_acceptance_of_sampled_drafts() -> None:
 def test_the_checker_has_nothing_to_say() -> None:
     for episode in ("prompt", "round"):
         check_env(make(episode=episode, order="shuffled"))  # warnings are errors
+    check_env(make(order="shuffled", fixed_lengths=(2, 4)))
 
 
 def test_a_profile_is_read_from_its_file(tmp_path: Path) -> None:

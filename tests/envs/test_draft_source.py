@@ -16,7 +16,7 @@ from lede.features import LOOKUP_FEATURES, MEMORY_FEATURES, WALL_CLOCK_FEATURES,
 from lede.lookup import LookupConfig, LookupIndex, agreeing
 from lede.phrases import PhraseMemory
 from lede.policies import LearnedPolicy
-from lede.policies.base import Lookup
+from lede.policies.base import ExitAt, Lookup
 from lede.simulation import simulate
 from tests.buffers.samples import CANDIDATES, N_LAYERS, settings
 from tests.copied_texts import VOCABULARY, copied_text
@@ -44,22 +44,25 @@ def network(width: int, outputs: int) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-def policy_of(env: DraftSourceEnv) -> LearnedPolicy:
-    features = env.lanes.features
+def policy_of(env: DraftSourceEnv, lengths: tuple[int, ...] = ()) -> LearnedPolicy:
+    features, copies = env.lanes.features, "source" in env.lanes.infos
     return LearnedPolicy.from_network(
         network(len(features.names), env.lanes.n_actions),
         features=features,
         candidates=env.lanes.costs.candidates,
         max_draft=4,
-        lookup=LookupConfig(),
-        lookups=PLANS,
+        lookup=LookupConfig() if copies else None,
+        lookups=PLANS if copies else (),
+        fixed_drafts=tuple(ExitAt(layer, n) for layer in env.lanes.costs.candidates for n in lengths),
     )
 
 
-@pytest.mark.parametrize("sources", ["exit,lookup", "lookup"])
-def test_it_plays_what_the_simulator_plays(sources: str) -> None:
-    env = make(sources=sources, rate=50.0)
-    policy = policy_of(env)
+@pytest.mark.parametrize(
+    ("sources", "lengths"), [("exit,lookup", ()), ("lookup", ()), ("exit,lookup", (1, 3)), ("exit", (1, 3))]
+)
+def test_it_plays_what_the_simulator_plays(sources: str, lengths: tuple[int, ...]) -> None:
+    env = make(sources=sources, rate=50.0, fixed_lengths=lengths)
+    policy = policy_of(env, lengths)
     played = simulate(policy, env.lanes.table, COSTS)
     found = []
     seen, info = env.reset(seed=0)
@@ -72,7 +75,8 @@ def test_it_plays_what_the_simulator_plays(sources: str) -> None:
             assert not truncated
             tokens, seconds, earned = tokens + info["tokens"], seconds + info["seconds"], earned + reward
             if info["n_drafted"] >= 0:
-                found.append((place, info["source"], info["n_drafted"], info["n_accepted"]))
+                source = info.get("source", int(info["n_drafted"] > 0))
+                found.append((place, source, info["n_drafted"], info["n_accepted"]))
         assert tokens == played.tokens[place] == BUDGET - 1
         assert seconds == pytest.approx(played.seconds[place])
         assert earned == pytest.approx(tokens - 50 * seconds)
@@ -82,7 +86,8 @@ def test_it_plays_what_the_simulator_plays(sources: str) -> None:
     # a plain pass that the budget forces counts towards the step before
     forced = [i for i, t in enumerate(log.decision) if t == BUDGET - 1]
     assert found == [tuple(map(int, r)) for i, r in enumerate(rounds) if i not in forced]
-    assert (log.source == 2).sum() > 10
+    assert (log.source == 2).sum() > 10 or sources == "exit"
+    assert not lengths or {0} < set(log.fixed) <= {0, *lengths}
 
 
 def test_a_lookup_drafts_what_the_index_proposes() -> None:
@@ -139,6 +144,11 @@ def test_spaces_and_defaults() -> None:
     env.reset(seed=0)
     with pytest.raises(ValueError, match=r"1 \(scan\).*copy up to 8 tokens, pruned at layer 3"):
         env.step(99)
+    fixed = make(lookups=(2,), fixed_lengths=(1, 4))
+    assert fixed.action_space == gymnasium.spaces.Discrete(2 + len(CANDIDATES) + 1 + 2 * len(CANDIDATES))
+    fixed.reset(seed=0)
+    with pytest.raises(ValueError, match=r"copy up to 2 tokens\), 6 \(draft 1 tokens at layer 1 unasked\)"):
+        fixed.step(99)
 
 
 def test_the_vector_twin_steps_alike() -> None:
@@ -178,6 +188,8 @@ def test_the_checker_has_nothing_to_say() -> None:
         ({"lookups": ()}, "lookups must be distinct, at least one"),
         ({"lookups": (2, 2)}, "lookups must be distinct"),
         ({"lookups": (Lookup(2, prune_at=6),)}, r"pruned at layers 1\.\.5"),
+        ({"fixed_lengths": (1, 13)}, r"fixed_lengths must be ascending within 1\.\.max_draft = 12, got \[1, 13\]"),
+        ({"fixed_lengths": (2,), "sources": "lookup"}, "fixed_lengths are of drafts by layers"),
         ({"render_mode": "human"}, "leave out render_mode"),
     ],
 )

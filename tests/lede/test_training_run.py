@@ -24,6 +24,7 @@ from lede.learning_curve import read_curve
 from lede.optimal_stopping import StoppingProblem
 from lede.policies.learned import LearnedPolicy
 from lede.run_folder import RunFolder
+from lede.threshold_training import train_thresholds
 from lede.training import TrainConfig, train
 from lede.training_data import check_finite_record
 
@@ -156,6 +157,15 @@ def test_an_existing_run_is_not_overwritten(run: Callable[..., LearnedPolicy]) -
     run(steps=10)
     with pytest.raises(ValueError, match="holds a run already"):
         run(steps=10)
+
+
+@pytest.mark.parametrize("algo", ["dqn", "thresholds"])
+def test_a_file_in_the_way_is_told_before_any_data_are_read(algo: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = TrainConfig(buffer=str(tmp_path / "missing.zarr"), out=str(tmp_path / "file" / "run"), algo=algo)
+    with pytest.raises(ValueError, match=r"cannot make the folder of the run .*run: .*file is a file"):
+        (train_thresholds if algo == "thresholds" else train)(config)
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_resume_with_other_settings_or_data_is_refused_by_name(

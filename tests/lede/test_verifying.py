@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import lede.exactness
 import lede.generation
 import lede.rivals
+from lede import verify_table
 from lede.cli import main
 from lede.models import EarlyExitModel, load_model
 from lede.policies import StaticPolicy
@@ -93,6 +95,15 @@ def test_a3_1_a_sound_model_is_exact_in_float32_and_its_ties_are_told_in_half(
     assert [each["verdict"] for each in single["policies"]] == ["exact"] * 3
     assert [each["tokens"] for each in single["policies"]] == [24] * 3
     assert {each["verdict"] for each in half["prompts"]} <= {"exact", "tie"}
+    assert "asked for" not in told.out
+
+
+def test_fewer_prompts_than_asked_for_are_told(demo: EarlyExitModel, prompts: Path) -> None:
+    report = verify(VerifyConfig((STATIC,), prompts, max_new_tokens=2, n_prompts=9), demo)
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(verify_table.report(report))
+    assert "9 prompts were asked for; the file has 3" in shown.get()
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ def test_the_objective_follows_from_what_is_given() -> None:
         ("traces", {"episode": "round"}, "belongs to the wall-clock objective"),
         ("traces", {"profile": "p", "gamma": 0.9}, r"has gamma 1.*got 0.9"),
         ("traces", {"profile": "p", "features": ("depth", "in_scan")}, r"\['in_draft'\] is missing"),
+        ("traces", {"profile": "p", "features": ("foo",)}, r"features \['foo'\] must be distinct names out of"),
     ],
 )
 def test_what_does_not_fit_is_refused(kind: str, settings: dict[str, Any], message: str) -> None:
