@@ -35,17 +35,17 @@ class CompileConfig:
     """Settings."""
 
     model: str = "demo"
-    """Folder or hub id of the model, a .gguf file, or "demo"."""
+    """Model: demo, a folder, a hub id, or a .gguf file."""
     dtype: str | None = None
-    """Of its weights; float32 when not given."""
+    """Dtype of the weights, such as bfloat16; float32 unless given."""
     pack_weights: bool = False
-    """Whether it will run with `--pack-weights`, which has kernels of its own."""
+    """Compile for packed weights: for who decodes with `--pack-weights`, which has kernels of its own."""
     gaps: bool = False
     """Also compile layers without their attention and without their MLP, which policies with gaps run (`swift`)."""
     rows: tuple[int, ...] = ROW_BUCKETS
     """Numbers of rows to compile for; blocks are padded to the next of them."""
     workers: int | None = None
-    """Compilers that run at once; one for each core when not given, but no more than four."""
+    """Compilers that run at once; one for each core unless given, but no more than four."""
 
     def __post_init__(self) -> None:
         """Check.

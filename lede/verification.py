@@ -29,10 +29,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -86,13 +88,21 @@ class Warp:
         if self.greedy:
             raise ValueError("greedy decoding takes the likeliest token; it has no distribution to draw from")
         flat = logits.reshape(-1, logits.shape[-1])
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
-        if self.top_k:
-            warpers.append(TopKLogitsWarper(top_k=min(self.top_k, flat.shape[-1])))
-        if self.top_p is not None and self.top_p < 1:
-            warpers.append(TopPLogitsWarper(top_p=float(self.top_p)))
-        no_prefix = torch.empty((flat.shape[0], 0), dtype=torch.long, device=flat.device)
-        return warpers(no_prefix, flat).reshape(logits.shape)  # type: ignore[arg-type]  # typed for long ids
+        no_prefix: Any = torch.empty((flat.shape[0], 0), dtype=torch.long, device=flat.device)
+        for warper in _warpers(self, flat.shape[-1]):
+            flat = warper(no_prefix, flat)
+        return flat.reshape(logits.shape)
+
+
+@lru_cache
+def _warpers(warp: Warp, vocab_size: int) -> tuple[LogitsProcessor, ...]:
+    """Warpers of transformers, none of which keeps anything; its own list asks for their signatures at every call."""
+    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(warp.temperature))]
+    if warp.top_k:
+        warpers.append(TopKLogitsWarper(top_k=min(warp.top_k, vocab_size)))
+    if warp.top_p is not None and warp.top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p=float(warp.top_p)))
+    return tuple(warpers)
 
 
 class RandomSource(Protocol):

@@ -86,13 +86,12 @@ class TableModel:
         return torch.tensor([rows], dtype=torch.float64)
 
     def run_layers(self, hidden: torch.Tensor, first: int, last: int, block: TableBlock) -> torch.Tensor:
-        assert (hidden[..., 1] == first).all(), "layers were left out or run twice"
+        rows = hidden[0].tolist()
+        assert all(done == first for _, done in rows), "layers were left out or run twice"
         for layer in range(first, last):
             assert block.cache.lengths[layer] == block.start, "the cache has a gap"
-            block.cache.lengths[layer] = block.start + hidden.shape[1]
-        hidden = hidden.clone()
-        hidden[..., 1] = last
-        return hidden
+            block.cache.lengths[layer] = block.start + len(rows)
+        return torch.tensor([[(code, last) for code, _ in rows]], dtype=torch.float64)
 
     def check_sublayers(self) -> None:
         """Any sublayer of this model can be left out."""

@@ -22,7 +22,6 @@ from tests.tiny_models import FAMILY_NAMES, N_LAYERS, plain_generate, prompt, ti
 
 BUDGETS = (1, 2, 13, 64)
 PROMPTS = ((0, 5), (1, 17))  # (seed, length); with windows of 8, one starts inside the window and one beyond it
-DTYPES = (torch.float64, torch.float32)
 SEEDS = {"gemma3_text": 7, "mistral": 7}  # with others, texts collapse onto few tokens or agree too often
 
 
@@ -98,31 +97,44 @@ def run(model: EarlyExitModel, ids: list[int], policy: Policy | None, budget: in
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cache
+def longest(family: str, seed: int, length: int) -> dict[str, GenerateOutput]:
+    """What every policy decodes with the largest budget, in float64."""
+    model, ids = model_of(family, torch.float64), prompt(seed, length)
+    return {name: run(model, ids, policy, max(BUDGETS)) for name, policy in policies(family).items()}
+
+
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_every_policy_gives_the_plain_text(family: str, dtype: torch.dtype) -> None:
-    model = model_of(family, dtype)
-    ties = 0
-    for seed, length in PROMPTS if dtype == torch.float64 else PROMPTS[1:]:  # rounding is all that float32 adds
+def test_every_policy_gives_the_plain_text(family: str) -> None:
+    model = model_of(family, torch.float64)
+    for seed, length in PROMPTS:
         ids = prompt(seed, length)
-        wanted = reference(family, dtype, seed, length)
-        for policy in policies(family).values():
+        wanted = reference(family, torch.float64, seed, length)
+        found = longest(family, seed, length)
+        for name, policy in policies(family).items():
             for budget in BUDGETS:
-                out = run(model, ids, policy, budget)
-                ties += not is_exact(model, ids, out.sequences[0, len(ids) :].tolist(), wanted[:budget])
-    assert ties <= 1
+                out = found[name] if budget == max(BUDGETS) else run(model, ids, policy, budget)
+                assert is_exact(model, ids, out.sequences[0, len(ids) :].tolist(), wanted[:budget])
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_policy_gives_the_plain_text_in_float32(family: str) -> None:
+    """Rounding is all that float32 adds, so one prompt and the largest budget."""
+    model, (seed, length) = model_of(family, torch.float32), PROMPTS[1]
+    ids, wanted = prompt(seed, length), reference(family, torch.float32, seed, length)
+    outputs = [run(model, ids, policy, max(BUDGETS)) for policy in policies(family).values()]
+    assert sum(not is_exact(model, ids, out.sequences[0, len(ids) :].tolist(), wanted) for out in outputs) <= 1
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_drafts_are_fallible_and_every_ending_occurs(family: str) -> None:
     """The suite above means something: 20 to 80 % accepted; bonus, rejection, cap and stop all happen."""
-    model = model_of(family, torch.float64)
     drafts: Counter[str] = Counter()
     accepted: Counter[str] = Counter()
     seen: Counter[str] = Counter()
-    for name, policy in policies(family).items():
-        for seed, length in PROMPTS:
-            for r in run(model, prompt(seed, length), policy, 64).rounds:
+    for seed, length in PROMPTS:
+        for name, out in longest(family, seed, length).items():
+            for r in out.rounds:
                 drafts[name] += r.drafted
                 accepted[name] += r.accepted
                 seen["bonus"] += 0 < r.drafted == r.accepted == len(r.tokens) - 1

@@ -295,7 +295,7 @@ def test_negative_control_shared_seed_is_caught(shared: bool) -> None:
     """Policy and tokens from one seed: the policy's luck tells the token that is about to be drawn."""
     model = TableModel(seed=1)
     counts: dict[tuple[int, ...], float] = {}
-    for seed in range(6_000):
+    for seed in range(4_000):
         purpose = Purpose.TOKENS if shared else Purpose.POLICY
         source = TorchSource(torch_stream(seed, Purpose.TOKENS))
         decoder = Decoder(model, Coin(torch_stream(seed, purpose)), Chooser(Warp(1.0), source))  # type: ignore[arg-type]
