@@ -44,6 +44,8 @@ class Damage:
     """The file within the store, the array's folder where the values are wrong and not the bytes."""
     message: str
     """What was found, and what was wanted."""
+    unreadable: bool = False
+    """Whether the place refused to hand it out, which says nothing about what lies there."""
 
     def __str__(self) -> str:
         where = [f"shard {self.shard}"] if self.shard else []
@@ -96,7 +98,7 @@ class CheckReport:
             lines.append(
                 f"{self.leftovers:,} uncommitted shards, interrupted or being written, which readers pass over"
             )
-        if self.damage:
+        if any(not each.unreadable for each in self.damage):
             lines.append("`lede buffer repair` drops the damaged shards")
         return Text("\n".join(lines), overflow="fold")
 
@@ -184,8 +186,14 @@ def _check_shard(storage: Storage, commit: Commit, settings: StoreSettings | Non
         files = read_files(storage, commit, commit.files)
     except StoreError as error:
         altered = list(_altered_files(storage, commit))
-        yield from altered or [Damage(commit.name, None, commit.folder, str(error))]
-        return
+        if altered or not isinstance(error.__cause__, OSError):
+            yield from altered or [Damage(commit.name, None, commit.folder, str(error))]
+            return
+        try:  # the place refused a moment ago and has just handed out every file
+            files = read_files(storage, commit, commit.files)
+        except StoreError as again:
+            yield Damage(commit.name, None, commit.folder, str(again), isinstance(again.__cause__, OSError))
+            return
     if settings is None:
         return
     # from here on the bytes are those that were committed, so what is wrong was written wrongly
@@ -218,7 +226,7 @@ def _altered_files(storage: Storage, commit: Commit) -> Iterator[Damage]:
             try:
                 content = storage.read([file])[file]
             except OSError as error:
-                yield Damage(commit.name, array, file, f"the file can't be read: {error}")
+                yield Damage(commit.name, array, file, f"the file can't be read: {error}", unreadable=True)
                 continue
             if digest(content) != sha256:
                 yield Damage(commit.name, array, file, "the file was altered, its checksum differs")

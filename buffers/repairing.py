@@ -88,7 +88,8 @@ def repair_store(place: Place, dry_run: bool = False, leftovers: bool = False) -
             that is at work there would commit a shard without files.
 
     Raises:
-        StoreError: There is no store, it is from a newer lede, its settings are damaged, or the place refuses.
+        StoreError: There is no store, it is from a newer lede, its settings are damaged, or the place refuses; what it
+            doesn't hand out is not taken for damaged, and nothing is dropped.
     """
     storage = storage_for(place)
     report = check_store(storage)
@@ -97,6 +98,11 @@ def repair_store(place: Place, dry_run: bool = False, leftovers: bool = False) -
             raise StoreError(
                 f"{storage.url}: the settings are damaged and stand nowhere else, so the store can't be repaired: put "
                 f"its {each.file} back from a copy ({each.message})"
+            )
+        if each.unreadable:
+            raise StoreError(
+                f"{storage.url}: {each}. What lies there may be whole, so nothing was dropped: repair when it can be "
+                "read; a file that the disk has lost is dropped with its shard once it is deleted"
             )
     dropped = report.damaged_shards
     try:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,36 @@ def test_a_repair_that_is_cut_short_leaves_what_nobody_reads(path: Path, monkeyp
     monkeypatch.undo()
     assert remaining(path) == [2, 3, 4, 5]
     assert check_store(path).exit_code == 0
+
+
+@pytest.mark.parametrize("refused", [{1}, {1, 2}, {1, 3}])
+def test_what_can_not_be_read_is_not_dropped(path: Path, monkeypatch: pytest.MonkeyPatch, refused: set[int]) -> None:
+    """A server that is busy, or a folder without permission, says nothing about the bytes there."""
+    from lede.buffers.local_storage import LocalStorage
+
+    before, shard = tree(path), shard_of(path, 2)
+    real, n_reads = LocalStorage.read, 0
+
+    def read(self: LocalStorage, names: Iterable[str]) -> dict[str, bytes]:
+        nonlocal n_reads
+        names = list(names)
+        wanted = any(shard in name and "match/c" in name for name in names)
+        n_reads += wanted
+        if wanted and n_reads in refused:
+            raise OSError("SlowDown: reduce your request rate")
+        return real(self, names)
+
+    monkeypatch.setattr(LocalStorage, "read", read)
+    if refused == {1}:  # the second look finds all of it
+        assert repair_store(path).damage == ()
+    else:
+        with pytest.raises(StoreError, match=rf"shard {shard}.* can't be read.*SlowDown.*nothing was dropped"):
+            repair_store(path)
+        n_reads = 0
+        report = check_store(path)
+        assert (report.exit_code, report.damaged_shards) == (1, (shard,))
+    monkeypatch.undo()
+    assert tree(path) == before
 
 
 def test_by_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
