@@ -14,6 +14,8 @@ from lede.buffers.storage import State
 
 T = TypeVar("T")
 
+_PATTERNS = "*?["  # what fsspec takes for patterns when it reads and removes
+
 _PACKAGES = {"s3": "'lede-rl[s3]'", "s3a": "'lede-rl[s3]'"}
 
 
@@ -26,13 +28,15 @@ class FsspecStorage:
         url: The folder's URL.
 
     Raises:
-        ValueError: The scheme is unknown, or its package is not installed.
+        ValueError: The scheme is unknown, its package is not installed, or the URL would be taken for a pattern.
     """
 
     is_local = False
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        if any(sign in self.url for sign in _PATTERNS):  # which removed every place that it matches
+            raise ValueError(f"{self.url} would name many places: choose one without {' '.join(_PATTERNS)}")
         try:
             fs, root = url_to_fs(self.url)
         except ImportError as error:
