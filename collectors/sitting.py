@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -34,9 +35,13 @@ class Sitting:
         return frozenset(index for commit in read_commits(self._storage) for index in commit.prompts)
 
     def write_seconds(self) -> None:
-        """Write what this sitting took, and those before it, beside a store in a folder; a URL has no such file."""
+        """Write what this sitting took, and those before it, beside a store in a folder; a URL has no such file.
+
+        Nothing depends on it, so a full disk is left to the shards to tell of.
+        """
         if self._watch is not None:
-            self._watch.write()
+            with suppress(OSError):
+                self._watch.write()
 
     def end(self) -> None:
         """Write the seconds once more, if there is something to show for them."""
@@ -48,6 +53,7 @@ class Sitting:
         console.print(
             f"interrupted; {len(self.committed())} prompts are safe in {self.store}; "
             "the same `lede collect` goes on from there",
+            markup=False,
             highlight=False,
             soft_wrap=True,
         )

@@ -3,10 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from lede.cli import main
 from lede.collectors import CollectConfig, collect
 from lede.collectors.sitting import Sitting
+from lede.stopwatch import Stopwatch
 from tests.tiny_models import prompt, tiny_model
 
 
@@ -49,3 +51,20 @@ def test_a_sitting_knows_the_store_and_keeps_the_time_in_folders(tmp_path: Path)
     (tmp_path / "a" / "seconds.json").unlink()
     Sitting(tmp_path / "a").end()  # nothing was collected in it
     assert not (tmp_path / "a" / "seconds.json").exists()
+
+
+def test_seconds_that_can_not_be_written_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk the shard that could not be written is what there is to tell."""
+
+    def refuse(self: Stopwatch) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Stopwatch, "write", refuse)
+    out = tmp_path / "s"
+    collect(CollectConfig(out, max_new_tokens=2, candidates="1", shard_prompts=1), tiny_model("llama"), [prompt(0, 4)])
+    assert Sitting(out).committed() == {0}
+
+
+def test_an_interruption_names_the_store_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    Sitting(Path("[/b]of[red]a.zarr")).tell_interrupted(Console())
+    assert capsys.readouterr().out.startswith("interrupted; 0 prompts are safe in [/b]of[red]a.zarr; the same")
