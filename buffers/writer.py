@@ -88,6 +88,11 @@ class StoreWriter:
         """Indices of the prompts that are committed."""
         return frozenset(self._done)
 
+    @property
+    def n_done(self) -> int:
+        """Prompts that are committed."""
+        return len(self._done)
+
     def add(self, record: PromptTrace | PromptRollout) -> None:
         """Take the complete record of one prompt; commit a shard if there are enough.
 

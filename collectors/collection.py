@@ -55,15 +55,16 @@ def _collect_alone(
     plan = Plan.make(config, model, prompts_of(config) if prompts is None else prompts)
     sitting = Sitting(config.out)
     writer = StoreWriter.open(config.out, plan.settings, shard_prompts=config.shard_prompts)
-    n_done = len(writer.done)
-    waiting = [index for index in range(plan.episodes) if index not in writer.done]
+    done = writer.done  # a copy, and as long as the collection
+    waiting = [index for index in range(plan.episodes) if index not in done]
+    n_done = writer.n_done
     try:
         with writer, CollectProgress(plan.episodes, plan.episodes - len(waiting), console) as progress:
             for record in plan.records(waiting, progress.tokens):
                 writer.add(record)
                 progress.prompt()
-                if len(writer.done) > n_done:  # a shard was committed: its seconds are as safe as it is
-                    n_done = len(writer.done)
+                if writer.n_done > n_done:  # a shard was committed: its seconds are as safe as it is
+                    n_done = writer.n_done
                     sitting.write_seconds()
     except KeyboardInterrupt:
         sitting.tell_interrupted(console)

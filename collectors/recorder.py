@@ -59,11 +59,14 @@ class Recorder:
         """Collect prompts and commit them; on an exception those that are complete.
 
         Args:
-            prompts: Indices of prompts that are not in the store.
+            prompts: Indices of prompts; those that the store had when the worker began, because another collection
+                was faster, are passed over.
             on_progress: Called with new tokens and complete prompts, often; what it raises ends the work.
         """
+        done = self._writer.done
+        waiting = [index for index in prompts if index not in done]
         try:
-            for record in self._plan.records(prompts, lambda n_tokens: on_progress(n_tokens, 0)):
+            for record in self._plan.records(waiting, lambda n_tokens: on_progress(n_tokens, 0)):
                 self._writer.add(record)
                 on_progress(0, 1)
         except StoppedError:

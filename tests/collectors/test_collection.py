@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from lede.buffers import StoreError, StoreSettings, TraceStore, TransitionStore, open_store, same_record
+from lede.buffers import StoreError, StoreSettings, StoreWriter, TraceStore, TransitionStore, open_store, same_record
 from lede.checkpoint import save_policy
 from lede.collectors import CollectConfig, CollectProgress, collect, collection, plan, recorder
 from lede.models import DEMO_FOLDER, EarlyExitModel, load_model
@@ -91,6 +91,26 @@ def test_running_again_resumes_and_more_episodes_extend(tmp_path: Path) -> None:
         shards = open_store(part).n_shards
         collect(config(part, collector=collector), MODEL, PROMPTS)  # nothing is left to do
         assert open_store(part).n_shards == shards
+
+
+def test_what_is_done_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a copy as long as the collection: one a prompt took hours where there are a million."""
+    asked = []
+    monkeypatch.setattr(StoreWriter, "done", property(lambda self: asked.append(1) or frozenset(self._done)))
+    collect(config(tmp_path / "s"), MODEL, PROMPTS)
+    assert (len(asked), len(open_store(tmp_path / "s"))) == (1, 8)
+
+
+def test_a_worker_passes_over_what_another_collection_has_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who hands out the prompts looked at the store before the worker had loaded its model."""
+    collect(config(tmp_path / "s", episodes=3), MODEL, PROMPTS)
+    monkeypatch.setattr(recorder, "load_model", lambda *args, **kwargs: MODEL)
+    worker = recorder.Recorder(recorder.Order(config(tmp_path / "s"), PROMPTS, torch.get_num_threads()))
+    worker.record(range(1, 5), lambda n_tokens, n_prompts: None)
+    store = open_store(tmp_path / "s", verify=True)
+    assert (store.prompt_indices, store.duplicates) == ((0, 1, 2, 3, 4), 0)
 
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
