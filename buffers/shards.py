@@ -177,14 +177,14 @@ def read_files(storage: Storage, commit: Commit, names: Iterable[str]) -> dict[s
     return files
 
 
-def create_root(place: Place, settings: StoreSettings) -> None:
-    """Make an empty store, unless another writer makes it at this moment.
+def create_root(place: Place, settings: StoreSettings) -> bool:
+    """Make an empty store, unless another writer makes it at this moment; whether it was this call that made it.
 
     Raises:
         OSError: The place refuses.
     """
     attributes = settings.to_json()
-    storage_for(place).create(ROOT, _root({**attributes, _SEAL: _checksum(attributes)}))
+    return storage_for(place).create(ROOT, _root({**attributes, _SEAL: _checksum(attributes)}))
 
 
 def read_settings(place: Place) -> StoreSettings:

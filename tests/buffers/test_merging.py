@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from lede.buffers import (
     same_record,
     split_store,
 )
+from lede.buffers.local_storage import LocalStorage
+from lede.buffers.storage import storage_for
+from lede.buffers.whole_store import CLAIM, write_whole_store
 from lede.cli import main
 from lede.features import FeatureConfig
 from lede.rewards import RewardConfig
@@ -160,6 +164,48 @@ def test_damage_found_on_the_way_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"rewards/c.* was altered"):
         merge_stores([a, b], tmp_path / "all.zarr")
     assert not (tmp_path / "all.zarr").exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("url", ["memory://two-at-once/{}.zarr", "{}/all.zarr"])
+def test_two_that_make_one_store_at_once_spare_each_other(tmp_path: Path, url: str, fails: bool) -> None:
+    place, made = url.format(tmp_path), settings("transitions")
+
+    def records(n: int) -> Iterator[PromptRollout]:
+        """What one has read when the other comes and, while it works, goes."""
+        with pytest.raises(ValueError, match=r"exists already"):
+            write_whole_store(place, made, [make_rollout(7)])
+        with pytest.raises(StoreError, match=r"is no store of lede: it has no file"):
+            StoreWriter.open(place, made)
+        yield from map(make_rollout, range(n))
+        if fails:
+            raise OSError(28, "No space left on device")
+
+    if fails:
+        with pytest.raises(OSError, match="No space left"):
+            write_whole_store(place, made, records(3))
+        assert storage_for(place).state() == "absent"
+    else:
+        write_whole_store(place, made, records(3))
+        assert_holds(place, [make_rollout(i) for i in range(3)])
+        assert storage_for(place).names() == ["commits", "shards", "zarr.json"]
+        storage_for(place).remove_folder("")
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_collection_that_was_faster_keeps_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: bool
+) -> None:
+    path = make(tmp_path / "all.zarr", [make_rollout(0)])
+    before, names = sorted(path.rglob("*")), LocalStorage.names
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "state", lambda self: "absent")  # the store came behind the first look
+        if claimed:  # and behind the second
+            patch.setattr(LocalStorage, "names", lambda self, folder="": names(self, folder) if folder else [CLAIM])
+        with pytest.raises(ValueError, match="exists already"):
+            write_whole_store(path, settings("transitions"), [make_rollout(5)])
+    assert sorted(path.rglob("*")) == before
+    assert_holds(path, [make_rollout(0)])
 
 
 def with_text(rollout: PromptRollout, text: int) -> PromptRollout:
