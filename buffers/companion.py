@@ -73,16 +73,17 @@ class CompanionWriter:
         self._group = file.create_group(GROUP)
         self._group.create_dataset("settings", data=json.dumps(settings.to_json()))
         self._group.create_dataset("episode", data=episode)
+        for name, values in stack([], settings).items():  # also of a store without prompts
+            if name not in _IN_EPISODES:
+                shape = values.shape[1:]
+                chunk = (_CHUNK_ROWS, *shape)
+                self._group.create_dataset(name, values.shape, values.dtype, maxshape=(None, *shape), chunks=chunk)
 
     def add(self, rollouts: Sequence[PromptRollout]) -> None:
         """Append prompts."""
-        columns = stack(rollouts, self._settings)
-        for name, values in columns.items():
+        for name, values in stack(rollouts, self._settings).items():
             if name in _IN_EPISODES:
                 continue
-            if name not in self._group:
-                chunk, shape = (_CHUNK_ROWS, *values.shape[1:]), (0, *values.shape[1:])
-                self._group.create_dataset(name, shape, values.dtype, maxshape=(None, *values.shape[1:]), chunks=chunk)
             dataset = self._group[name]
             start = len(dataset)
             dataset.resize(start + len(values), axis=0)

@@ -53,6 +53,14 @@ def test_round_trip_is_exact(tmp_path: Path, to: Any, episode: Any) -> None:
 
 
 @pytest.mark.parametrize("to", TARGETS)
+def test_a_store_without_prompts_comes_back(tmp_path: Path, to: Any) -> None:
+    out = outputs(tmp_path)[to]
+    assert export_store(TransitionStore(settings("transitions")), out, to) == 0
+    assert import_store(out, str(tmp_path / "back.zarr")) == 0
+    assert open_store(tmp_path / "back.zarr").settings == settings("transitions")
+
+
+@pytest.mark.parametrize("to", TARGETS)
 def test_relative_paths(tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = store(Path("r.zarr"))
