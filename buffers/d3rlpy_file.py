@@ -15,6 +15,7 @@ import numpy as np
 
 from lede.buffers.companion import CompanionReader, CompanionWriter, ForeignEpisode, blocks
 from lede.buffers.episode_cut import Cut, cut_episodes
+from lede.buffers.hdf5_file import forgiving_file
 from lede.buffers.records import PromptRollout, StoreError
 from lede.buffers.settings import StoreSettings
 from lede.buffers.store import Episodes
@@ -42,13 +43,17 @@ def write_d3rlpy_file(path: Path, settings: StoreSettings, rollouts: Iterable[Pr
 
     Returns:
         Number of episodes.
+
+    Raises:
+        OSError: The disk refused.
     """
     import h5py
 
     n = 0
-    with h5py.File(path, "w") as file:
+    with forgiving_file(path) as disk, h5py.File(disk, "w") as file:
         companion = CompanionWriter(file, settings, episode)
         for block in blocks(rollouts):
+            disk.check()
             companion.add(block)
             for rollout in block:
                 for cut in cut_episodes(rollout.token_end, rollout.ended_by_eos, episode):

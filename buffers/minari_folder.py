@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from lede.buffers.companion import CompanionReader, CompanionWriter, ForeignEpisode, blocks
 from lede.buffers.episode_cut import Cut, cut_episodes
+from lede.buffers.hdf5_file import forgiving_file
 from lede.buffers.records import PromptRollout, StoreError
 from lede.buffers.settings import StoreSettings
 from lede.buffers.store import Episodes
@@ -68,6 +69,9 @@ def write_minari_folder(
 
     Returns:
         Number of episodes.
+
+    Raises:
+        OSError: The disk refused.
     """
     import h5py
     import minari
@@ -96,13 +100,20 @@ def write_minari_folder(
     def written(companion: CompanionWriter) -> Iterator[EpisodeBuffer]:
         nonlocal n
         for block in blocks(rollouts):
+            own.check()
+            main.check()
             companion.add(block)
             for rollout in block:
                 for cut in cut_episodes(rollout.token_end, rollout.ended_by_eos, episode):
                     yield _episode(rollout, cut, settings)
                     n += 1
 
-    with h5py.File(folder / DATA / COMPANION, "w") as file:
+    with (
+        forgiving_file(storage._file_path) as main,
+        forgiving_file(folder / DATA / COMPANION) as own,
+        h5py.File(own, "w") as file,
+    ):
+        storage._file_path = main  # Minari opens it by this name
         storage.update_episodes(written(CompanionWriter(file, settings, episode)))
     return n
 

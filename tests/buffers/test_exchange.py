@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 
 import lede.envs  # noqa: F401  # registers
 from lede.buffers import StoreError, StoreWriter, TransitionStore, export_store, import_store, open_store, same_record
+from lede.buffers.hdf5_file import ForgivingFile
 from lede.cli import main
 from lede.features import FeatureConfig
 from lede.rewards import RewardConfig
@@ -252,6 +256,55 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path, to: Any, monkeypat
     with pytest.raises(KeyboardInterrupt):
         export_store(Broken(settings("transitions"), rollouts()), outputs(tmp_path)[to], to)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process")
+@pytest.mark.parametrize(("limit", "block"), [(1000, 4), (1_060_000, 4), (200_000, 256)])
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_full_disk_ends_an_export_and_leaves_nothing(
+    tmp_path: Path, to: Any, limit: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The HDF5 library would end the process when it can't write what it closes."""
+    import resource
+
+    monkeypatch.setattr("lede.buffers.companion.BLOCK_PROMPTS", block)
+    source = TransitionStore(settings("transitions"), [make_rollout(i) for i in range(24)])
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            export_store(source, outputs(tmp_path)[to], to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_on_a_full_disk_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = ForgivingFile(tmp_path / "f")
+    file.write(b"0123456789")
+    with FullFile(tmp_path / "f", "r+b") as full, monkeypatch.context() as patch:
+        patch.setattr(file, "_file", full)
+        file.seek(8)
+        file.write(b"abcd")
+        file.seek(14)
+        file.write(b"ef")
+        file.seek(3)
+        file.write(b"x")
+        assert (file.seek(0, os.SEEK_END), file.seek(0)) == (16, 0)
+        assert file.read(20) == b"012x4567abcd\0\0ef\0\0\0\0"
+        file.seek(9)
+        assert file.read(2) == b"bc"
+        with pytest.raises(OSError, match="No space left"):
+            file.check()
+    file.close()
+    assert (tmp_path / "f").read_bytes() == b"0123456789"
+
+
+class FullFile(io.FileIO):
+    """A file on a disk that has room for nothing more."""
+
+    def write(self, content: Any) -> int:
+        raise OSError(28, os.strerror(28))
 
 
 def test_what_can_not_be_exported_is_refused_before_any_work(tmp_path: Path) -> None:
