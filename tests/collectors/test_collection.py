@@ -96,7 +96,12 @@ def test_running_again_resumes_and_more_episodes_extend(tmp_path: Path) -> None:
 def test_what_is_done_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a copy as long as the collection: one a prompt took hours where there are a million."""
     asked = []
-    monkeypatch.setattr(StoreWriter, "done", property(lambda self: asked.append(1) or frozenset(self._done)))
+
+    def done(self: StoreWriter) -> frozenset[int]:
+        asked.append(1)
+        return frozenset(self._done)
+
+    monkeypatch.setattr(StoreWriter, "done", property(done))
     collect(config(tmp_path / "s"), MODEL, PROMPTS)
     assert (len(asked), len(open_store(tmp_path / "s"))) == (1, 8)
 
