@@ -86,7 +86,7 @@ def _choices(
     end, unused = np.ones(n, dtype=np.bool_), np.zeros(n, dtype=np.int16)
     transitions = Transitions(
         observations=np.repeat(seen, len(numbers), axis=0),
-        actions=np.tile(np.asarray(numbers, dtype=np.int8), row.size),
+        actions=np.tile(np.asarray(numbers, dtype=np.int16), row.size),
         rewards=np.zeros(n, dtype=np.float32),
         exit_layer=unused,
         match=unused.astype(np.int8),

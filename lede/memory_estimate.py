@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _RECORD_ROW = 15
 """Bytes of a decision as it is recorded, beside its observation."""
-_TRANSITION_ROW = 19
+_TRANSITION_ROW = 20
 """Bytes of a decision as it is learned from, beside its observation."""
 _LAYER = 24
 """Bytes of a layer at a token of a trace."""

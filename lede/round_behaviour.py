@@ -170,7 +170,7 @@ def _flatten(columns: list[npt.NDArray[Any]], episode: str) -> RoundTransitions:
     unused = np.zeros(done.size, dtype=np.int16)
     transitions = Transitions(
         observations=np.asarray(seen, dtype=np.float32),
-        actions=np.asarray(actions, dtype=np.int8),
+        actions=np.asarray(actions, dtype=np.int16),  # many layers times many fixed lengths pass 127
         rewards=np.zeros(done.size, dtype=np.float32),
         exit_layer=unused,
         match=unused.astype(np.int8),

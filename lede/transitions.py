@@ -49,8 +49,8 @@ class Transitions:
 
     observations: npt.NDArray[np.float32]  # (row + closing, feature)
     """State before each decision; then the closing states, one a prompt."""
-    actions: npt.NDArray[np.int8]  # (row,)
-    """0 = continue, 1 = exit."""
+    actions: npt.NDArray[np.signedinteger]  # (row,)
+    """0 = continue, 1 = exit; further ones are plans of the pre-scan."""
     rewards: npt.NDArray[np.float32]  # (row,)
     """What each decision earned."""
     exit_layer: npt.NDArray[np.int16]  # (row,)

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 STATIC_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 """Draft lengths of the static settings that are tried."""
 
+LEAST_BUDGET = 3
+"""New tokens that leave room for a draft: one from the prefill, one drafted, and the one that its verification adds."""
+
 
 class WallClockData:
     """Rounds on the training prompts, renewed while the policy changes.
@@ -83,6 +86,8 @@ class WallClockData:
         size = (settings.max_new_tokens, settings.vocab_size, config.branches)
         self.training = TraceTable.from_traces(training, *size)
         self.validation = TraceTable.from_traces(validation, validation_budget or size[0], *size[1:])
+        for table, name in ((self.training, "training"), (self.validation, "validation")):
+            _check_room(table, name)
         self.settings = settings = self._with_forecast(settings)
         self.candidates = settings.candidates if "exit" in config.sources else ()
         self.lookup, self.lookups = None, lookup_plans(config)
@@ -289,6 +294,15 @@ def policy_settings(config: TrainConfig, settings: StoreSettings, candidates: Se
         draft_agreement=config.draft_agreement,
     )
     return replace(settings, candidates=tuple(candidates), features=features)
+
+
+def _check_room(table: TraceTable, name: str) -> None:
+    """Refuse texts whose budget leaves no room for any draft: nobody would be asked a thing."""
+    if table.max_new_tokens < LEAST_BUDGET:
+        raise ValueError(
+            f"the {name} traces were collected with max_new_tokens {table.max_new_tokens}, which leaves no room for a "
+            f"draft; the wall-clock objective takes at least {LEAST_BUDGET}"
+        )
 
 
 def _description_of(memory: PhraseMemory) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from lede.ceilings import solve
 from lede.cost_tables import CostTables
 from lede.draft_rounds import DraftRounds
 from lede.optimal_drafting import DraftingProblem
-from lede.policies.base import BLIND
+from lede.policies.base import BLIND, ExitAt
 from lede.rewards import CONTINUE, EXIT
 from lede.round_behaviour import RoundTransitions, join, record
 from lede.trace_table import TraceTable
@@ -88,6 +88,16 @@ def test_exploration_tries_everything_and_stays_legal() -> None:
         here = steps.actions[scanning][depths == depth]
         assert 0.1 < here.mean() < 0.9
     assert steps.observations[drafting, PROBLEM.features.names.index("drafted")].max() == PROBLEM.max_draft - 1
+
+
+def test_there_may_be_more_plans_than_a_byte_counts() -> None:
+    rounds, _ = played()
+    fixed = [ExitAt(int(layer), n) for layer in rounds.candidates for n in range(1, 61)]
+    many = DraftRounds(rounds.table, rounds.costs, PROBLEM.features, plans=fixed)
+    actions = record(many, np.random.default_rng(0)).transitions.actions
+    assert many.n_actions == BLIND + 3 + 180
+    assert actions.min() == 0
+    assert actions.max() > 127
 
 
 def test_what_is_not_explored_follows_the_policy() -> None:
