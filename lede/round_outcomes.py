@@ -87,7 +87,8 @@ class RoundOutcomes:
             run[row] = follow
         self._run = run
         # an accepted end of sequence ends the draft
-        self._eos_at = np.where(table.ended_by_eos[prompt][:, None] & (run >= to_end[:, None]), to_end[:, None], 99)
+        ends = table.ended_by_eos[prompt][:, None] & (run >= to_end[:, None])
+        self._eos_at = np.where(ends, to_end[:, None], np.iinfo(np.int64).max)
         self._last_row = np.arange(len(matches)) + to_end - 1
         self.scanned = np.empty(matches.shape)
         """Probability of acceptance as the scan sees it, `(row, layer)`."""

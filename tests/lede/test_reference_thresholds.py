@@ -72,6 +72,22 @@ def test_blind_rounds_in_tables_are_the_rounds(branches: bool) -> None:
     np.testing.assert_allclose(found.seconds, wanted.seconds, rtol=1e-10)
 
 
+def test_long_drafts_in_tables_are_the_rounds() -> None:
+    """However long a draft may be, only an end of sequence ends it without a bonus."""
+    texts = random_texts(4, 140, N_LAYERS, 1)
+    table = replace(
+        TraceTable.from_traces(texts, 140, VOCAB_SIZE), match=np.ones((sum(t.n_decided for t in texts), N_LAYERS))
+    )
+    model = AcceptanceModel(FeatureConfig(names=("surprisal",)), np.zeros((2, 3, 3)), np.zeros(3))
+    policy = SurvivalPolicy.from_model(model, candidates=CANDIDATES, max_draft=120, survival=0.0, blind=3)
+    wanted = simulate(policy, table, COSTS)
+    outcomes = RoundOutcomes(table, COSTS, CANDIDATES, model, 120)
+    found = outcomes.play_blind(outcomes.drafts(0.0, blind=True), 3)
+    assert wanted.log.n_drafted.max() > 99
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_allclose(found.seconds, wanted.seconds, rtol=1e-10)
+
+
 def test_candidates_may_be_some_of_the_layers() -> None:
     table = a_table()
     model, _ = a_policy(table)
