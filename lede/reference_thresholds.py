@@ -134,10 +134,12 @@ def search_blind(outcomes: RoundOutcomes, layer: int, survivals: Sequence[float]
     return FoundThresholds((layer,), (0.0,), survivals[place], layer, rates[place])
 
 
-def search_fixed(table: TraceTable, costs: CostModel, layer: int, lengths: Sequence[int]) -> FoundThresholds:
+def search_fixed(
+    table: TraceTable, costs: CostModel, layer: int, lengths: Sequence[int], seed: int = 0
+) -> FoundThresholds:
     """The best length of drafts at a layer that nobody is asked about, as those of a static setting."""
     rates = [
-        simulate(StaticPolicy(exit_layer=layer, draft_length=length, max_draft=length), table, costs).rate
+        simulate(StaticPolicy(exit_layer=layer, draft_length=length, max_draft=length), table, costs, seed=seed).rate
         for length in lengths
     ]
     place = int(np.argmax(rates))
@@ -170,7 +172,7 @@ def reference_thresholds(
     outcomes = RoundOutcomes(table, costs, candidates, model, max_draft, seed)
     tried = [search_thresholds(outcomes, candidates)]
     tried += [search_blind(outcomes, layer) for layer in candidates]
-    tried += [search_fixed(table, costs, layer, fixed_lengths) for layer in candidates if fixed_lengths]
+    tried += [search_fixed(table, costs, layer, fixed_lengths, seed) for layer in candidates if fixed_lengths]
     found = max(tried, key=lambda each: each.rate)
     return SurvivalPolicy.from_model(
         model,

@@ -205,9 +205,9 @@ def _candidates(config: TrainConfig, buffer: TransitionStore | TraceStore, profi
     found = search_candidates(table, profile.costs, layers, config.max_draft, seed=config.seed).candidates
     if not config.fixed_lengths:
         return found
-    fixed = best_static(table, profile.costs, config.max_draft, layers, config.fixed_lengths).config.exit_layer
-    assert fixed is not None  # none of those that are tried leaves it to the model
-    return tuple(sorted({*found, fixed}))
+    fixed = best_static(table, profile.costs, config.max_draft, layers, config.fixed_lengths, config.seed)
+    assert fixed.config.exit_layer is not None  # none of those that are tried leaves it to the model
+    return tuple(sorted({*found, fixed.config.exit_layer}))
 
 
 def is_windowed(config: TrainConfig, buffer: TransitionStore | TraceStore) -> bool:

@@ -106,7 +106,7 @@ class WallClockData:
         )
         self._clairvoyant = solve(self.training, costs, self.candidates, config.max_draft, config.seed, copies)
         self.static = self._best_static()
-        self.rate = simulate(self.static, self.training, costs).rate
+        self.rate = simulate(self.static, self.training, costs, seed=config.seed).rate
         self.static_speedup = simulate(self.static, self.validation, costs).speedup
         self._scorer = Scorer(self.validation, costs, self.candidates, config.max_draft, others)
         self._kept: list[tuple[int, Any]] = []  # number of a generation and the network that played it
@@ -245,11 +245,12 @@ class WallClockData:
     def _best_static(self) -> StaticPolicy | LookupPolicy:
         """The fastest setting that never decides, of the sources that there are."""
         tried: list[StaticPolicy | LookupPolicy] = []
+        seed = self.config.seed
         if self.candidates:
-            tried.append(best_static(self.training, self.costs, self.config.max_draft))
+            tried.append(best_static(self.training, self.costs, self.config.max_draft, seed=seed))
         if self.lookup is not None:
             tried.append(best_static_lookup(self.training, self.costs, memory=self.memory))
-        return max(tried, key=lambda policy: simulate(policy, self.training, self.costs).rate)
+        return max(tried, key=lambda policy: simulate(policy, self.training, self.costs, seed=seed).rate)
 
     def _price(self) -> None:
         self._joined = join(self._parts)
@@ -274,15 +275,19 @@ def best_static(
     max_draft: int = 12,
     layers: Sequence[int] | None = None,
     lengths: Sequence[int] = STATIC_LENGTHS,
+    seed: int = 0,
 ) -> StaticPolicy:
-    """The static setting with the largest simulated rate; every layer up to L/2 unless `layers` are given."""
+    """The static setting with the largest simulated rate; every layer up to L/2 unless `layers` are given.
+
+    `seed` is that of the acceptance of sampled drafts; rates compare under the same one alone.
+    """
     tried = [
         StaticPolicy(exit_layer=layer, draft_length=length, max_draft=max_draft)
         for layer in (layers or range(1, table.n_layers // 2 + 1))
         for length in lengths
         if length <= max_draft
     ]
-    return max(tried, key=lambda policy: simulate(policy, table, costs).rate)
+    return max(tried, key=lambda policy: simulate(policy, table, costs, seed=seed).rate)
 
 
 def policy_settings(config: TrainConfig, settings: StoreSettings, candidates: Sequence[int]) -> StoreSettings:

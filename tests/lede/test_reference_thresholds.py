@@ -13,11 +13,13 @@ from lede.acceptance import AcceptanceModel
 from lede.cost_model import CostModel
 from lede.features import FeatureConfig
 from lede.generation import generate
+from lede.policies.static import StaticPolicy
 from lede.policies.survival import SurvivalPolicy
 from lede.reference_thresholds import (
     fit_forecasts,
     reference_thresholds,
     search_blind,
+    search_fixed,
     search_thresholds,
 )
 from lede.round_outcomes import RoundOutcomes
@@ -150,6 +152,23 @@ def test_where_decisions_are_dear_a_fixed_length_is_found() -> None:
     for blind, length in ((None, 2), (3, CAP + 1), (3, 0)):
         with pytest.raises(ValueError, match=r"a fixed length must be within 1\.\.max_draft"):
             replace(found.config, blind=blind, fixed_length=length)
+
+
+def test_static_drafts_are_rated_under_the_luck_of_the_search() -> None:
+    """Rates of sampled texts compare under the same draws of acceptance alone."""
+    greedy = a_table(n=6)
+    table, lengths, chosen = replace(greedy, match=(0.4 + 0.5 * greedy.match).astype(np.float32)), (2, 3), set()
+    for seed in range(6):
+        rates = {
+            n: simulate(StaticPolicy(exit_layer=3, draft_length=n, max_draft=n), table, COSTS, seed=seed).rate
+            for n in lengths
+        }
+        found = search_fixed(table, COSTS, 3, lengths, seed)
+        assert (found.fixed_length, found.rate) == max(rates.items(), key=lambda pair: pair[1])
+        static = best_static(table, COSTS, CAP, (3,), lengths, seed)
+        assert static.config.draft_length == found.fixed_length
+        chosen.add(found.fixed_length)
+    assert len(chosen) == 2
 
 
 @pytest.mark.parametrize(

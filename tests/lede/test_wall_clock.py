@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_refused(kind: str, settings: dict[str, Any], messa
 
 @pytest.mark.parametrize("whose", ["training", "validation"])
 def test_texts_without_room_for_a_draft_are_refused(whose: str, profile: str, tmp_path: Path) -> None:
-    """Of two tokens the prefill gives one and a plain pass the other: nobody is asked, and there is nothing to learn."""
+    """Of two tokens the prefill gives one and a plain pass the other: nobody is asked."""
     short = TraceStore(replace(store(1, 0).settings, max_new_tokens=2), PROBLEM.traces(3, 2, seed=0))
     buffer, validation = (short, None) if whose == "training" else (store(3, 0), short)
     with pytest.raises(ValueError, match=f"the {whose} traces were collected with max_new_tokens 2, which leaves no"):
