@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lede.cost_profile import CostProfile
     from lede.training_config import TrainConfig
 
+S = TypeVar("S", bound="TransitionStore | TraceStore")
 Layers = tuple[int, ...]
 Freeze = Callable[..., LearnedPolicy]
 """Makes a policy of a network's layers."""
@@ -153,7 +154,7 @@ def load_data(
         check_profile(buffer, profile)
     if profile is not None and config.objective == "wall-clock":
         return _wall_clock(config, buffer, scored, profile, held_out)
-    stores = _transition_stores(config, buffer, profile)
+    stores = _transition_stores(config, buffer, profile, held_out)
     exits = np.concatenate([rollout.exit_layer for rollout in stores[0]] or [np.zeros(0, dtype=np.int16)])
     check_exits({layer: int((exits == layer).sum()) for layer in stores[0].settings.candidates}, config.min_exits)
     rollouts = [rollout for store in stores for rollout in store if rollout.prompt_index not in held_out]
@@ -179,7 +180,8 @@ def _wall_clock(
 ) -> WallClockData:
     kept = [trace for trace in buffer if isinstance(trace, PromptTrace) and trace.prompt_index not in held_out]
     others = [trace for trace in scored if isinstance(trace, PromptTrace)]
-    candidates = _candidates(config, buffer, profile) if "exit" in config.sources else buffer.settings.candidates
+    searched = _without(buffer, held_out)
+    candidates = _candidates(config, searched, profile) if "exit" in config.sources else buffer.settings.candidates
     settings = policy_settings(config, buffer.settings, candidates)
     digest = digest_of([*kept, *others, profile.costs])
     budget = scored.settings.max_new_tokens
@@ -216,23 +218,34 @@ def is_windowed(config: TrainConfig, buffer: TransitionStore | TraceStore) -> bo
 
 
 def _transition_stores(
-    config: TrainConfig, buffer: TransitionStore | TraceStore, profile: CostProfile | None
+    config: TrainConfig, buffer: TransitionStore | TraceStore, profile: CostProfile | None, held_out: tuple[int, ...]
 ) -> list[TransitionStore]:
     """The buffer itself, or passes of uniform decisions over its traces."""
     if not isinstance(buffer, TraceStore):
         return [buffer]
-    return [play(buffer) for play in uniform_passes(config, buffer, profile)]
+    return [play(buffer) for play in uniform_passes(config, _without(buffer, held_out), profile)]
+
+
+def _without(buffer: S, held_out: tuple[int, ...]) -> S:
+    """The prompts that may be learned from; choosing candidates by them is learning too."""
+    return buffer.select(sorted(set(buffer.prompt_indices) - set(held_out))) if held_out else buffer
 
 
 def uniform_passes(
-    config: TrainConfig, buffer: TraceStore, profile: CostProfile | None
+    config: TrainConfig, searched: TraceStore, profile: CostProfile | None
 ) -> list[Callable[[TraceStore], TransitionStore]]:
-    """What plays uniform decisions on traces, once for each pass; on a part of the buffer as on the whole."""
+    """What plays uniform decisions on traces, once for each pass; on a part of the buffer as on the whole.
+
+    Args:
+        config: Settled settings.
+        searched: Traces that candidates are searched on, where they are.
+        profile: What operations cost.
+    """
     from lede.buffers.playback import synthesize
 
     seeds = np.random.SeedSequence(config.seed, spawn_key=(int(Purpose.SYNTHESIS),)).generate_state(config.passes)
-    layers = None if config.candidates is None else _candidates(config, buffer, profile)
-    features = None if config.features is None else replace(buffer.settings.features, names=config.features)
+    layers = None if config.candidates is None else _candidates(config, searched, profile)
+    features = None if config.features is None else replace(searched.settings.features, names=config.features)
     return [
         partial(synthesize, behaviour="uniform", seed=int(seed), candidates=layers, features=features) for seed in seeds
     ]

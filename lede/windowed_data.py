@@ -61,10 +61,11 @@ def load_windows(
         check_validation(buffer, validation)
         for record in validation.prompts:
             check_finite_record(record, 0, f"{validation.path or 'the store'}, counted within the prompt,")
-    settings, plays = _played(config, buffer, profile)
+    chosen = _chooser(config, buffer, validation)
+    settings, plays = _played(config, buffer, profile, chosen)
     parts = StoreParts(buffer, plays, "prompt" if config.episode == "prompt" else "token")
     survey = Survey(settings, len(parts))
-    own = _survey(config, parts, survey, validation)
+    own = _survey(config, parts, survey, validation, chosen)
     check_exits(survey.exits, config.min_exits)
     check_ends(config, survey.terminated)
     windows = TransitionWindows(
@@ -85,13 +86,18 @@ def load_windows(
 
 
 def _played(
-    config: TrainConfig, buffer: TransitionStore | TraceStore, profile: CostProfile | None
+    config: TrainConfig, buffer: TransitionStore | TraceStore, profile: CostProfile | None, chosen: HoldOut
 ) -> tuple[StoreSettings, list[Play]]:
     """Settings of the transitions, and what is played on traces."""
     if not isinstance(buffer, TraceStore):
         return buffer.settings, []
     settings = buffer.settings
-    searched = sample_shards(buffer, config.window, config.seed) if config.candidates == "auto" else buffer
+    searched = buffer
+    if config.candidates == "auto":
+        sample = sample_shards(buffer, config.window, config.seed)
+        held = {record.prompt_index for record in sample.prompts if config.holdout > 0 and chosen(record.prompt_ids)}
+        rest = sorted(set(sample.prompt_indices) - held)
+        searched = sample.select(rest or sample.prompt_indices)
     passes = uniform_passes(config, searched, profile)
 
     def player(each: Callable[[TraceStore], TransitionStore]) -> Play:
@@ -100,16 +106,23 @@ def _played(
     return passes[0](TraceStore(settings)).settings, [player(each) for each in passes]
 
 
+def _chooser(
+    config: TrainConfig, store: TransitionStore | TraceStore, validation: TransitionStore | TraceStore | None
+) -> HoldOut:
+    """Chooses what is scored on, and held out if anything is."""
+    share = (config.holdout or SCORED_SHARE) * min(1.0, config.window / store.n_rows)
+    return HoldOut(share if validation is None else 0.0, config.seed)
+
+
 def _survey(
     config: TrainConfig,
     parts: StoreParts,
     survey: Survey,
     validation: TransitionStore | TraceStore | None,
+    chosen: HoldOut,
 ) -> TransitionStore | TraceStore:
     """Read every part once; what is held out goes into `parts.held_out`, and comes back as what is scored on."""
     store = parts.store
-    share = (config.holdout or SCORED_SHARE) * min(1.0, config.window / store.n_rows)
-    chosen = HoldOut(share if validation is None else 0.0, config.seed)
     wanted = set() if validation is None else {record.prompt_ids.tobytes() for record in validation.prompts}
     seen, kept, held_out = set[bytes](), list[Any](), set[int]()
     some: Any = None  # to score on where chance chose none and none need be held out
@@ -136,8 +149,8 @@ def _survey(
         kept = kept or [some]
     elif validation is None and not kept:
         raise ValueError(
-            f"of {len(store)} prompts none was held out by chance: {share:.2%} were to be, holdout {config.holdout:g} "
-            f"of a window of {config.window} rows. Give a validation store, or a larger holdout or window"
+            f"of {len(store)} prompts none was held out by chance: {chosen.share:.2%} were to be, holdout "
+            f"{config.holdout:g} of a window of {config.window} rows. Give a validation store, or a larger holdout or window"
         )
     if validation is not None:
         warn_of_shared(seen, validation)

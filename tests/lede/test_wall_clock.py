@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lede.buffers.settings import StoreSettings
-from lede.buffers.store import TraceStore
+from lede.buffers.store import TraceStore, open_store
+from lede.buffers.writer import StoreWriter
 from lede.cost_profile import CostProfile
-from lede.features import CALIBRATED_FEATURES
+from lede.features import CALIBRATED_FEATURES, DEFAULT_FEATURES
 from lede.optimal_drafting import DraftingProblem
 from lede.policies import LearnedPolicy, SurvivalPolicy
 from lede.run_folder import RunFolder
@@ -21,6 +23,7 @@ from lede.simulation import simulate
 from lede.threshold_training import train_thresholds
 from lede.trace_table import TraceTable
 from lede.training import TrainConfig, train
+from lede.training_data import load_data
 
 PROBLEM = DraftingProblem()
 FINGERPRINT: dict[str, Any] = {
@@ -235,6 +238,32 @@ def test_candidates_are_searched_if_asked(traces: TraceStore, profile: str, tmp_
     assert tuple(resolved["resolved"]["candidates"]) == found
     with pytest.raises(ValueError, match="auto weighs what inspections cost and needs a cost profile"):
         learn(traces, None, tmp_path / "none", candidates="auto", features=None)
+
+
+@pytest.mark.parametrize(("objective", "window"), [("wall-clock", 2**19), ("paper", 2**19), ("paper", 100)])
+def test_what_is_held_out_chooses_no_candidates(
+    objective: str, window: int, profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+
+    def search(table: TraceTable, *args: Any, **settings: Any) -> SimpleNamespace:
+        searched.extend(table.prompt_index.tolist())
+        return SimpleNamespace(candidates=PROBLEM.text.candidates)
+
+    monkeypatch.setattr("lede.candidate_search.search_candidates", search)
+    whole = TraceStore(replace(store(1, 0).settings, max_new_tokens=9), PROBLEM.traces(40, 9, seed=0))
+    with StoreWriter.open(tmp_path / "traces.zarr", whole.settings, shard_prompts=5) as writer:
+        for trace in whole:
+            writer.add(trace)
+    features = CALIBRATED_FEATURES if objective == "wall-clock" else DEFAULT_FEATURES
+    config = TrainConfig(
+        buffer="b", out="o", profile=profile, objective=objective, window=window, candidates="auto", holdout=0.5,
+        min_exits=0, max_draft=PROBLEM.max_draft, features=features,
+    )  # fmt: skip
+    data = load_data(config.settled("traces"), open_store(tmp_path / "traces.zarr"), None, PROFILE)
+    assert data.held_out
+    assert searched
+    assert not set(searched) & set(data.held_out)
 
 
 @pytest.mark.parametrize(
