@@ -150,7 +150,8 @@ def _survey(
     elif validation is None and not kept:
         raise ValueError(
             f"of {len(store)} prompts none was held out by chance: {chosen.share:.2%} were to be, holdout "
-            f"{config.holdout:g} of a window of {config.window} rows. Give a validation store, or a larger holdout or window"
+            f"{config.holdout:g} of a window of {config.window} rows. Give a validation store, or a larger holdout or "
+            "window"
         )
     if validation is not None:
         warn_of_shared(seen, validation)
