@@ -164,8 +164,13 @@ def sweep(
 
 
 def _run_config(config: SweepConfig, run: SweepRun) -> TrainConfig:
-    # a run whose folder is there already goes on from its last checkpoint
-    single = replace(config.single, seed=run.seed, out=str(Path(config.out) / run.name), resume=True)
+    single = replace(
+        config.single,
+        seed=run.seed,
+        split_seed=config.splits_by,  # what is held out is the same for all seeds
+        out=str(Path(config.out) / run.name),
+        resume=True,  # a run whose folder is there already goes on from its last checkpoint
+    )
     return run.setting.apply(single)
 
 

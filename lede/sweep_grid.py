@@ -16,6 +16,7 @@ _APART = {
     "buffer": "scores of other prompts don't compare",
     "validation": "scores on other prompts don't compare",
     "holdout": "scores on other prompts don't compare",
+    "split_seed": "scores on other prompts don't compare",
     "profile": "scores under other costs don't compare",
     "branches": "scores with and without branches don't compare",
     "seed": "--seeds says how many are run",

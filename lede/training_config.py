@@ -118,7 +118,10 @@ class TrainConfig:
     checkpoint_interval: int = 500
     """Updates between two checkpoints."""
     seed: int = 0
-    """Seed of weights, batches, played decisions and what is held out."""
+    """Seed of weights, batches, played decisions and, without `split_seed`, what is held out."""
+    split_seed: int | None = None
+    """Seed of what is held out; None for `seed`. All runs of a sweep have its first seed: scores on other prompts don't
+    compare."""
     device: str = "cpu"
     """Where the network is trained: cpu, cuda or cuda:N. So small a network is fastest on the CPU."""
     resume: bool = False
@@ -150,8 +153,8 @@ class TrainConfig:
         for name in ("averaging", "holdout"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be within [0, 1), got {getattr(self, name)}")
-        for name in ("min_exits", "cql_alpha", "seed", "patience"):
-            if getattr(self, name) < 0:
+        for name in ("min_exits", "cql_alpha", "seed", "split_seed", "patience"):
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def settled(self, kind: str) -> TrainConfig:
@@ -214,6 +217,11 @@ class TrainConfig:
             features=names,
             memory=memory,
         )
+
+    @property
+    def splits_by(self) -> int:
+        """Seed of what is held out, and of the sample that it is held out of."""
+        return self.seed if self.split_seed is None else self.split_seed
 
     @property
     def _weighs_sources(self) -> bool:

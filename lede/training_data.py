@@ -142,7 +142,7 @@ def load_data(
             from lede.windowed_data import load_windows
 
             return load_windows(config, buffer, validation, profile)
-        buffer = sample_shards(buffer, config.window, config.seed)
+        buffer = sample_shards(buffer, config.window, config.splits_by)
     _check_finite(buffer)
     if validation is not None:
         check_validation(buffer, validation)
@@ -259,7 +259,7 @@ def _hold_out(config: TrainConfig, buffer: TransitionStore | TraceStore) -> tupl
             copies.setdefault(record.prompt_ids.tobytes(), []).append(record.prompt_index)
     groups = list(copies.values())
     n_held = min(round(config.holdout * len(groups)) or 1, len(groups) - 1) if config.holdout > 0 else 0
-    order = numpy_stream(config.seed, Purpose.TRAINING, _HOLDOUT_STREAM).permutation(len(groups))
+    order = numpy_stream(config.splits_by, Purpose.TRAINING, _HOLDOUT_STREAM).permutation(len(groups))
     return tuple(sorted(index for i in order[: max(n_held, 0)] for index in groups[i]))
 
 

@@ -111,7 +111,7 @@ def _chooser(
 ) -> HoldOut:
     """Chooses what is scored on, and held out if anything is."""
     share = (config.holdout or SCORED_SHARE) * min(1.0, config.window / store.n_rows)
-    return HoldOut(share if validation is None else 0.0, config.seed)
+    return HoldOut(share if validation is None else 0.0, config.splits_by)
 
 
 def _survey(
