@@ -96,18 +96,21 @@ def _fitted(config: TrainConfig, data: WallClockData) -> SurvivalPolicy | Lookup
         "trained_temperature": settings.temperature,
         "seed": config.seed,
     }
+    # the defaults are a network's, which learns where it decides itself
+    remembers = data.memory is not None
+    given = config.features if config.features != features_for(config.sources, remembers) else None
     if data.lookup is None:
+        followed = tuple(name for name in given or () if name not in ("in_scan", "in_draft"))  # which stages tell
+        seen = FeatureConfig(names=followed, top_k=settings.features.top_k) if followed else None
         return reference_thresholds(
             data.training,
             data.costs,
             data.candidates,
+            seen,
             max_draft=config.max_draft,
             fixed_lengths=config.fixed_lengths,
             **common,
         )
-    # the defaults are a network's, which learns where it decides itself
-    remembers = data.memory is not None
-    given = config.features if config.features != features_for(config.sources, remembers) else None
     names = given or (source_features if data.candidates else copy_features)(remembers)
     features = FeatureConfig(names=names, top_k=settings.features.top_k, window=settings.features.window)
     common["memory"] = data.memory

@@ -211,6 +211,19 @@ def test_plans_are_never_chosen_where_they_are_illegal(traces: TraceStore, profi
         Learner(config, mean, std, seed=0, n_actions=5)
 
 
+def test_thresholds_look_at_the_features_that_are_given(profile: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"buffer": "memory", "profile": profile, "algo": "thresholds", "max_draft": 3}
+    names = ("surprisal", "drafted", "in_scan", "in_draft")
+    policy = train_thresholds(
+        TrainConfig(out=str(tmp_path / "a"), features=names, **given), store(4, 0), progress=False
+    )
+    assert policy.features is not None
+    assert policy.features.names == ("surprisal", "drafted")
+    odd = TrainConfig(out=str(tmp_path / "b"), features=("trace", *names), **given)
+    with pytest.raises(ValueError, match="trace depend on decisions before"):
+        train_thresholds(odd, store(4, 0), progress=False)
+
+
 def test_thresholds_are_found_without_a_network(traces: TraceStore, profile: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"buffer": "memory", "profile": profile, "max_draft": PROBLEM.max_draft}
     config = TrainConfig(out=str(tmp_path / "run"), algo="thresholds", **given)
