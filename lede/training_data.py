@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lede.cost_profile import CostProfile
     from lede.training_config import TrainConfig
 
-S = TypeVar("S", bound="TransitionStore | TraceStore")
 Layers = tuple[int, ...]
 Freeze = Callable[..., LearnedPolicy]
 """Makes a policy of a network's layers."""
@@ -180,7 +179,7 @@ def _wall_clock(
 ) -> WallClockData:
     kept = [trace for trace in buffer if isinstance(trace, PromptTrace) and trace.prompt_index not in held_out]
     others = [trace for trace in scored if isinstance(trace, PromptTrace)]
-    searched = _without(buffer, held_out)
+    searched = buffer.select(_others(buffer, held_out)) if held_out else buffer
     candidates = _candidates(config, searched, profile) if "exit" in config.sources else buffer.settings.candidates
     settings = policy_settings(config, buffer.settings, candidates)
     digest = digest_of([*kept, *others, profile.costs])
@@ -223,12 +222,13 @@ def _transition_stores(
     """The buffer itself, or passes of uniform decisions over its traces."""
     if not isinstance(buffer, TraceStore):
         return [buffer]
-    return [play(buffer) for play in uniform_passes(config, _without(buffer, held_out), profile)]
+    searched = buffer.select(_others(buffer, held_out)) if held_out else buffer
+    return [play(buffer) for play in uniform_passes(config, searched, profile)]
 
 
-def _without(buffer: S, held_out: tuple[int, ...]) -> S:
+def _others(buffer: TransitionStore | TraceStore, held_out: tuple[int, ...]) -> list[int]:
     """The prompts that may be learned from; choosing candidates by them is learning too."""
-    return buffer.select(sorted(set(buffer.prompt_indices) - set(held_out))) if held_out else buffer
+    return sorted(set(buffer.prompt_indices) - set(held_out))
 
 
 def uniform_passes(

@@ -77,9 +77,8 @@ def test_blind_rounds_in_tables_are_the_rounds(branches: bool) -> None:
 def test_long_drafts_in_tables_are_the_rounds() -> None:
     """However long a draft may be, only an end of sequence ends it without a bonus."""
     texts = random_texts(4, 140, N_LAYERS, 1)
-    table = replace(
-        TraceTable.from_traces(texts, 140, VOCAB_SIZE), match=np.ones((sum(t.n_decided for t in texts), N_LAYERS))
-    )
+    table = TraceTable.from_traces(texts, 140, VOCAB_SIZE)
+    table = replace(table, match=np.ones_like(table.match))
     model = AcceptanceModel(FeatureConfig(names=("surprisal",)), np.zeros((2, 3, 3)), np.zeros(3))
     policy = SurvivalPolicy.from_model(model, candidates=CANDIDATES, max_draft=120, survival=0.0, blind=3)
     wanted = simulate(policy, table, COSTS)

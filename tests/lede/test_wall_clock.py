@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -255,7 +255,11 @@ def test_candidates_are_searched_if_asked(traces: TraceStore, profile: str, tmp_
 
 @pytest.mark.parametrize(("objective", "window"), [("wall-clock", 2**19), ("paper", 2**19), ("paper", 100)])
 def test_what_is_held_out_chooses_no_candidates(
-    objective: str, window: int, profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    objective: Literal["wall-clock", "paper"],
+    window: int,
+    profile: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     searched: list[int] = []
 
