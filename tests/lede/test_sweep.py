@@ -196,10 +196,8 @@ def test_a_sweep_leaves_runs_tables_a_picture_and_the_best_policy(
     assert {path.parent.name for path in out.glob("*/result.json")} == {run.name for run in found.runs}
     assert len(found.runs) == 8
     assert {run.seed for run in found.runs[:4]} == {5}
-    alone = TrainConfig(
-        buffer="memory", out=str(tmp_path / "alone"), **{**QUICK, "hidden": (4, 4), "seed": 6, "split_seed": 5}
-    )
-    trained = train(alone, traces, progress=False)
+    given: dict[str, Any] = {**QUICK, "hidden": (4, 4), "seed": 6, "split_seed": 5}
+    trained = train(TrainConfig(buffer="memory", out=str(tmp_path / "alone"), **given), traces, progress=False)
     assert same_weights(load_policy(out / "n-steps=3,hidden=4x4,seed=6" / "policy"), trained)
     told = json.loads((out / "results.json").read_text())
     assert (told["complete"], told["measure"], told["chosen"]) == (True, "reward", found.chosen)
@@ -234,17 +232,6 @@ def test_the_score_is_that_of_the_frozen_policy(
         assert isinstance(policy, LearnedPolicy)
         assert run.result is not None
         assert run.result.score == pytest.approx(load_data(config.settled("traces"), traces, None).score(policy).merit)
-
-
-def test_all_seeds_are_scored_on_the_same_prompts(start: Callable[..., SweepResults], tmp_path: Path) -> None:
-    """Otherwise the best seed would be the one that was dealt the easiest prompts."""
-    found = start(seeds=4, seed=3, steps=1, holdout=0.2)
-    held = [
-        json.loads((tmp_path / "sweep" / run.name / "config.json").read_text())["resolved"]["held_out"]
-        for run in found.runs
-    ]
-    assert len(held[0]) == 4
-    assert held == [held[0]] * 4
 
 
 def test_with_a_profile_the_score_is_the_speedup(start: Callable[..., SweepResults], profile: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from lede.learning_curve import (
     score_on_traces,
 )
 from lede.optimal_stopping import StoppingProblem
+from lede.sweep import SweepConfig, sweep
 
 PROBLEM = StoppingProblem()
 SETTINGS = StoreSettings(kind="traces", model="none", n_layers=16, vocab_size=64, candidates=PROBLEM.candidates)
@@ -112,3 +114,16 @@ def test_curve_round_trip_and_tensorboard(tmp_path: Path, monkeypatch: pytest.Mo
     with LearningCurve(tmp_path) as curve:  # started over
         curve.add(points[0])
     assert [each.step for each in EventAccumulator(str(tmp_path)).Reload().Scalars("greedy/reward")] == [0]
+
+
+def test_all_seeds_of_a_sweep_are_scored_on_the_same_prompts(tmp_path: Path) -> None:
+    """Otherwise the best seed would be the one that was dealt the easiest prompts."""
+    store = TraceStore(SETTINGS, PROBLEM.traces(n_prompts=20, n_tokens=9, seed=0))
+    config = SweepConfig(
+        buffer="memory", out=str(tmp_path / "sweep"), seeds=4, seed=3, steps=1, holdout=0.2, hidden=(4,), min_exits=0
+    )
+    found = sweep(config, store, progress=False)
+    told = [json.loads((tmp_path / "sweep" / run.name / "config.json").read_text()) for run in found.runs]
+    held = [each["resolved"]["held_out"] for each in told]
+    assert len(held[0]) == 4
+    assert held == [held[0]] * 4
