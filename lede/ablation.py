@@ -168,7 +168,7 @@ def _rounds(
 
 
 def _on_plans(rounds: DraftRounds, seed: int, passes: int = 3) -> Visits:
-    parts = [watch_plans(rounds, numpy_stream(seed, Purpose.SYNTHESIS, n), seed=seed)[0] for n in range(passes)]
+    parts = [watch_plans(rounds, numpy_stream(seed, Purpose.FORECAST, n), seed=seed)[0] for n in range(passes)]
     return join_visits(parts)
 
 

@@ -175,7 +175,7 @@ def fit_forecast_of_copies(
     rounds = DraftRounds(table, tables, features, lookup=lookup, plans=plans)
     seen, rows = [], []
     for turn in range(passes):
-        rng = numpy_stream(seed, Purpose.SYNTHESIS, turn)
+        rng = numpy_stream(seed, Purpose.COPY_FORECAST, turn)
         rounds.start(np.arange(table.n_prompts))
         while (alive := rounds.stage != Stage.DONE).any():
             row, observed = rounds.row, rounds.observe()

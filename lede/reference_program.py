@@ -186,7 +186,7 @@ class ReferenceProgram:
 
     def _rng(self) -> np.random.Generator:
         self._passes += 1
-        return numpy_stream(self._seed, Purpose.SYNTHESIS, self._passes)
+        return numpy_stream(self._seed, Purpose.REFERENCE, self._passes)
 
     def _watch_own(self) -> tuple[Visits, RoundTransitions]:
         watch = Watch(self._rounds, self._decide, self.model, self._seed)

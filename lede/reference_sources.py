@@ -181,7 +181,7 @@ class SourceSearch:
 
     def _play(self, explore: float) -> None:
         self._passes += 1
-        rng = numpy_stream(self._seed, Purpose.SYNTHESIS, self._passes)
+        rng = numpy_stream(self._seed, Purpose.SOURCES_REFERENCE, self._passes)
         n_lanes, n_plans = self._rounds.table.n_prompts, self.outcomes.n_plans
         parts: list[tuple[Ints, npt.NDArray[np.float32]]] = []
         later = LayerThresholds(self._model, self._layer_places, n_lanes, self._thresholds, self._survival)

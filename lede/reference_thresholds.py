@@ -65,7 +65,7 @@ def fit_forecasts(
     """Forecasts of acceptance, fitted where random plans lead."""
     chosen = FeatureConfig(names=SURVIVAL_FEATURES) if features is None else features
     rounds = DraftRounds(table, CostTables(costs, candidates, table.max_context, max_draft), chosen, seed=seed)
-    parts = [watch_plans(rounds, numpy_stream(seed, Purpose.SYNTHESIS, n), seed=seed)[0] for n in range(passes)]
+    parts = [watch_plans(rounds, numpy_stream(seed, Purpose.FORECAST, n), seed=seed)[0] for n in range(passes)]
     return fit_acceptance(join_visits(parts), chosen)
 
 

@@ -22,6 +22,10 @@ class Purpose(enum.IntEnum):
     TURNS = 8
     SPLIT = 9
     ACCEPTANCE = 10
+    FORECAST = 11
+    COPY_FORECAST = 12
+    REFERENCE = 13
+    SOURCES_REFERENCE = 14
 
 
 def numpy_stream(seed: int, purpose: Purpose, *index: int) -> np.random.Generator:

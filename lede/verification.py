@@ -202,7 +202,8 @@ class Chooser:
         Returns:
             The number accepted, and the correction or bonus token; None when all were accepted and there is no bonus.
         """
-        scores = self._process(logits, prefix, drafted)
+        scores = self._process(logits, prefix, drafted, distributions)
+        drafted, distributions = drafted[: len(scores)], distributions[: len(scores)]
         if self.warp.greedy:
             accepted, following = _longest_prefix(scores, drafted)
         else:
@@ -236,18 +237,36 @@ class Chooser:
         bonus = self.source.draw(p[len(drafted)]) if p.shape[0] > len(drafted) else None
         return len(drafted), bonus
 
-    def _process(self, logits: torch.Tensor, prefix: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
-        """Scores `(row, vocabulary)` of logits at the position after the prefix and after each drafted token."""
+    def _process(
+        self,
+        logits: torch.Tensor,
+        prefix: Sequence[int],
+        drafted: Sequence[int],
+        distributions: Sequence[torch.Tensor | None] = (),
+    ) -> torch.Tensor:
+        """Scores `(row, vocabulary)` of logits at the position after the prefix and after each drafted token.
+
+        Processors are not asked about what follows a token that can't stay, whose rows are then left out: plain
+        decoding would never come there, and a grammar, for example, may have no answer.
+        """
         scores = logits.float()  # as transformers does before it chooses, so that ties fall alike
         if self.processors is None:
             return scores
         ids = numbers_on(scores.device, [[*self.padding, *prefix, *drafted]])
         first = ids.shape[1] - len(drafted)
-        rows = [
-            self.processors(ids[:, : first + i], scores[i : i + 1].clone())  # type: ignore[arg-type]  # as above
-            for i in range(scores.shape[0])
-        ]
+        rows: list[torch.Tensor] = []
+        for i in range(scores.shape[0]):
+            rows.append(self.processors(ids[:, : first + i], scores[i : i + 1].clone()))  # type: ignore[arg-type]  # as above
+            if i < len(drafted) and self._rules_out(rows[i], drafted[i], distributions[i]):
+                break
         return torch.cat(rows)
+
+    def _rules_out(self, scores: torch.Tensor, drafted: int, q: torch.Tensor | None) -> bool:
+        """Whether a drafted token can't stay by the scores at its position, `(1, vocabulary)`."""
+        if self.warp.greedy:
+            return int(scores.argmax()) != drafted
+        # a token that was drawn is one that the processors allow
+        return q is None and float(self.warp.probabilities(scores)[0, drafted]) == 0
 
 
 def _longest_prefix(scores: torch.Tensor, drafted: Sequence[int]) -> tuple[int, int | None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from lede.decoding import Decoder
 from lede.generation import generate
@@ -16,7 +18,7 @@ from lede.statistics import Meter
 from lede.verification import Chooser, TorchSource, Warp
 from tests.naive_lookup import naive_match, naive_proposal
 from tests.table_model import N_LAYERS, TableModel
-from tests.tiny_models import FAMILY_NAMES, plain_generate, prompt, tiny_model
+from tests.tiny_models import FAMILY_NAMES, VOCAB_SIZE, plain_generate, prompt, tiny_model
 
 LOOPS = [7, 3, 9, 7, 3, 9, 7, 3]
 
@@ -208,3 +210,27 @@ def test_processors_and_stop_strings_act_on_copies() -> None:
             wanted = plain_generate(model, prompt(0, 9), 24, **options)
             out = generate(model, input_ids=prompt(0, 9), policy=policy, max_new_tokens=24, **options)
             assert out.sequences[0, 9:].tolist() == wanted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_is_not_asked_about_copies_that_it_rules_out(temperature: float) -> None:
+    """The prompt, which is copied from, breaks the grammar; plain decoding never comes to such a text."""
+    model, ids = tiny_model("llama"), [*range(VOCAB_SIZE), 5]
+
+    def allowed(_: int, text: torch.Tensor) -> list[int]:
+        new = text[len(ids) - 1 :].tolist()
+        legal = all(after in _followers(before) for before, after in pairwise(new))
+        return _followers(new[-1]) if legal else []  # which transformers raises for
+
+    grammar = LogitsProcessorList([PrefixConstrainedLogitsProcessor(allowed, 1)])
+    settings: dict[str, Any] = {"max_new_tokens": 12, "temperature": temperature, "logits_processor": grammar}
+    out = generate(model, input_ids=ids, policy=LookupPolicy(draft_length=5), output_scores=True, **settings)
+    assert out.stats.drafted > out.stats.accepted
+    assert out.scores is not None
+    assert len(out.scores) == 12
+    if not temperature:
+        assert out.sequences[0, len(ids) :].tolist() == plain_generate(model, ids, 12, logits_processor=grammar)
+
+
+def _followers(token: int) -> list[int]:
+    return [(token * 7 + k) % VOCAB_SIZE for k in (1, 2, 3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lede.features import CALIBRATED_FEATURES, MEMORY_FEATURES
 from lede.lookup import LookupConfig
 from lede.policies import LearnedPolicy, LookupPolicy, LookupValuePolicy, SourceValuePolicy
 from lede.policies.base import ExitAt, LayerState, Lookup, Policy, PreScan, PreScanState
+from lede.seeding import Purpose
 from lede.simulation import simulate
 from lede.threshold_training import train_thresholds
 from lede.trace_table import TraceTable
@@ -204,6 +206,30 @@ def test_a_resumed_run_ends_in_the_same_weights(traces: TraceStore, sources: str
     assert whole.config.lookups == (Lookup(2), Lookup(4), Lookup(2, 3), Lookup(4, 3))
     for name, tensor in whole.tensors().items():
         np.testing.assert_array_equal(tensor, resumed.tensors()[name])
+
+
+@pytest.mark.parametrize("algo", ["dqn", "thresholds"])
+def test_no_two_draws_share_a_stream(
+    algo: Any, traces: TraceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forecasts of layers and of copies, folds of the memory, generations of rounds: each has luck of its own."""
+    places: dict[tuple[int, ...], set[str]] = {}
+    spawn = np.random.SeedSequence
+
+    def note(entropy: int, spawn_key: tuple[int, ...]) -> np.random.SeedSequence:
+        frames = (each.filename for each in reversed(traceback.extract_stack(limit=4)[:-1]))
+        places.setdefault(spawn_key, set()).add(next(name for name in frames if not name.endswith("seeding.py")))
+        return spawn(entropy, spawn_key=spawn_key)
+
+    monkeypatch.setattr(np.random, "SeedSequence", note)
+    settings = config(
+        tmp_path, sources="exit,lookup", algo=algo, steps=8, eval_interval=8, refresh_interval=4, lookups=(2,),
+        max_suffix=3,
+    )  # fmt: skip
+    (train if algo == "dqn" else train_thresholds)(settings, traces.select(range(6)), progress=False)
+    shared = {key: files for key, files in places.items() if len(files) > 1}
+    assert not shared
+    assert {key[0] for key in places} >= {Purpose.TRAINING, Purpose.SYNTHESIS, Purpose.COPY_FORECAST}
 
 
 @pytest.mark.parametrize("sources", ["exit", "exit,lookup"])
