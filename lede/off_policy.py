@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lede.policies.learned import LearnedPolicy
 
 _N_ACTIONS = 2  # whichever of them the log holds
-_STREAM = 5  # of Purpose.TRAINING
+_STREAM = 2  # of Purpose.TRAINING
 _N_READINGS = 50
 
 
