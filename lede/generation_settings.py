@@ -74,10 +74,11 @@ class GenerateConfig:
     """Keep the whole model's raw logits at each token."""
 
     def __post_init__(self) -> None:
-        try:
-            operator.index(self.max_new_tokens)
-        except TypeError:
-            raise ValueError(f"max_new_tokens must be a whole number, got {self.max_new_tokens!r}") from None
+        for name in ("max_new_tokens", "seed", "stream"):
+            try:
+                operator.index(getattr(self, name))
+            except TypeError:
+                raise ValueError(f"{name} must be a whole number, got {getattr(self, name)!r}") from None
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.seed < 0 or self.stream < 0:

@@ -51,7 +51,7 @@ def prepared(
         for name in ("temperature", *SAMPLING_ONLY):
             setattr(ready, name, None)
     else:
-        ready.temperature, ready.top_k = float(warp.temperature), warp.top_k or 0
+        ready.temperature, ready.top_k = float(warp.temperature), int(warp.top_k or 0)
         ready.top_p = 1.0 if warp.top_p is None else warp.top_p
     for name, default in GenerationConfig._get_default_generation_params().items():
         if getattr(ready, name, None) is None:

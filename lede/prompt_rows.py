@@ -33,11 +33,11 @@ def ids_of(input_ids: Any) -> list[int]:
 
 
 def is_batch(input_ids: Any) -> bool:
-    """Whether ids are of several prompts: a list of id lists, however many, or a tensor of more than one row."""
+    """Whether ids are of several prompts: a list of rows of ids, however many, or a tensor of more than one row."""
     if isinstance(input_ids, (torch.Tensor, np.ndarray)):
         return input_ids.ndim == 2 and input_ids.shape[0] != 1
     if isinstance(input_ids, (list, tuple)) and input_ids:
-        return all(isinstance(row, (list, tuple)) or (isinstance(row, torch.Tensor) and row.dim()) for row in input_ids)
+        return all(isinstance(row, (list, tuple)) or getattr(row, "ndim", 0) > 0 for row in input_ids)
     return False
 
 
@@ -45,7 +45,7 @@ def rows_of(input_ids: Any, attention_mask: Any = None) -> list[list[int]]:
     """The rows of a batch of prompts without their padding.
 
     Args:
-        input_ids: Id lists of any lengths, or a tensor `(row, token)` padded on the left.
+        input_ids: Id lists, tensors or arrays of any lengths, or a tensor `(row, token)` padded on the left.
         attention_mask: 1 where a token counts and 0 at padding, of the same shape; without it every token counts.
 
     Raises:
@@ -75,7 +75,9 @@ def padding_of(rows: Sequence[Sequence[int]], attention_mask: Any) -> list[int]:
     """
     shapes = [len(row) for row in rows]
     mask = attention_mask.tolist() if isinstance(attention_mask, (torch.Tensor, np.ndarray)) else attention_mask
-    if mask and not isinstance(mask[0], (list, tuple, torch.Tensor)):
+    if not isinstance(mask, (list, tuple)):
+        raise ValueError(f"attention_mask must have the shape of input_ids, got {type(attention_mask).__name__}")
+    if mask and not isinstance(mask[0], (list, tuple)) and not getattr(mask[0], "ndim", 0):
         mask = [mask]
     kept = [[bool(value) for value in row] for row in mask]
     found = [len(row) for row in kept]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from lede.generation_settings import SAMPLING_ONLY, GenerateConfig, acting
@@ -37,6 +40,9 @@ def build_request(
     Raises:
         ValueError: A setting is out of range, or a prompt leaves no room for a new token.
     """
+    for name, given in (("logits_processor", logits_processor), ("stopping_criteria", stopping_criteria)):
+        if given is not None and not isinstance(given, (list, tuple)):
+            raise ValueError(f"{name} must be a list, got {type(given).__name__}; put it into one")
     rest.stop_strings = list(config.stops) or None
     rest.max_time = config.max_time
     bound = rest.max_length
@@ -57,8 +63,8 @@ def build_request(
         budgets=tuple(budgets),
         eos=eos,
         warp=warp,
-        seed=config.seed,
-        stream=config.stream,
+        seed=int(config.seed),
+        stream=int(config.stream),
         processors=processors,
         criteria=tuple(criteria),
         output_scores=config.output_scores,
@@ -71,7 +77,7 @@ def _budget(n_prompt: int, max_new_tokens: int, max_length: int | None, longest:
     if longest is not None:
         return max(1, longest - n_prompt)
     if max_length is None:
-        return max_new_tokens
+        return int(max_new_tokens)
     if max_length <= n_prompt:
         raise ValueError(
             f"max_length is {max_length}, but the prompt has {n_prompt} tokens already; raise it, or set max_new_tokens"
@@ -115,4 +121,8 @@ def _eos(model: EarlyExitModel, config: GenerateConfig) -> frozenset[int]:
     if config.eos_token_id is None:
         return frozenset(model.eos_token_ids)
     given: Any = config.eos_token_id
-    return frozenset(int(i) for i in ([given] if isinstance(given, Integral) else given))
+    try:
+        several = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray)) else given
+        return frozenset(map(operator.index, [several] if isinstance(several, Integral) else several))
+    except TypeError:
+        raise ValueError(f"eos_token_id must be a token id or several, got {given!r}") from None

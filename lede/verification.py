@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -57,10 +58,16 @@ class Warp:
     """Keep the smallest set of likeliest tokens whose probabilities reach p; None or 1 keeps all."""
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p"):
+            value: Any = getattr(self, name)
+            if value is not None and not isinstance(value, (Real, torch.Tensor)):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if self.top_k is not None and self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
+        if self.top_k is not None and int(self.top_k) != self.top_k:
+            raise ValueError(f"top_k must be a whole number, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.greedy and (self.top_k or (self.top_p or 1) < 1):
@@ -99,7 +106,7 @@ def _warpers(warp: Warp, vocab_size: int) -> tuple[LogitsProcessor, ...]:
     """Warpers of transformers, none of which keeps anything; its own list asks for their signatures at every call."""
     warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(warp.temperature))]
     if warp.top_k:
-        warpers.append(TopKLogitsWarper(top_k=min(warp.top_k, vocab_size)))
+        warpers.append(TopKLogitsWarper(top_k=min(int(warp.top_k), vocab_size)))
     if warp.top_p is not None and warp.top_p < 1:
         warpers.append(TopPLogitsWarper(top_p=float(warp.top_p)))
     return tuple(warpers)

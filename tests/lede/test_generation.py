@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -260,6 +259,14 @@ def test_generation_config_is_understood() -> None:
         ({"input_ids": [[1, 2], 3]}, "got list"),
         ({"input_ids": [[1, 2], [1, 1000]]}, "the vocabulary has 128"),
         ({"input_ids": BatchEncoding({"input_ids": [[1, 2]]})}, "must be token ids.*got BatchEncoding"),
+        ({"input_ids": [1], "attention_mask": 1}, "attention_mask must have the shape of input_ids, got int"),
+        ({"input_ids": [1], "seed": 1.5}, "seed must be a whole number, got 1.5"),
+        ({"input_ids": [1], "eos_token_id": "</s>"}, "eos_token_id must be a token id or several, got '</s>'"),
+        ({"input_ids": [1], "eos_token_id": [2.5]}, r"eos_token_id must be a token id or several, got \[2.5\]"),
+        ({"input_ids": [1], "temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"input_ids": [1], "temperature": 1, "top_k": 2.5}, "top_k must be a whole number, got 2.5"),
+        ({"input_ids": [1], "logits_processor": max}, "logits_processor must be a list, got builtin"),
+        ({"input_ids": [1], "stopping_criteria": max}, "stopping_criteria must be a list, got builtin"),
         ({"input_ids": [1], "seed": -1}, "seed and stream must be at least 0, got -1"),
         ({"input_ids": [1], "policy": "static"}, "policy must be a policy or None, got str"),
         ({"input_ids": [1], "max_new_tokens": 2.5}, "must be a whole number"),
@@ -298,12 +305,6 @@ def test_settings_that_change_nothing_are_neither_refused_nor_warned_about() -> 
     for config in (None, own, GenerationConfig(num_beams=1, num_return_sequences=1, output_scores=False)):
         out = generate(model, input_ids=IDS, generation_config=config, max_new_tokens=6)
         assert out.sequences[0, len(IDS) :].tolist() == wanted
-
-
-def test_end_of_sequence_ids_may_be_of_numpy() -> None:
-    wanted = plain_generate(tiny_model("llama"), IDS, 6)
-    out = generate(tiny_model("llama"), input_ids=IDS, max_new_tokens=20, eos_token_id=np.int64(wanted[2]))
-    assert out.finish_reason == "eos"
 
 
 def test_policy_of_another_model_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -298,3 +299,18 @@ def test_own_processors_know_their_row_of_a_batch() -> None:
     outs = generate(tiny_model("llama"), input_ids=rows, logits_processor=own, max_new_tokens=8)
     for out, row, ids in zip(outs, rows, allowed, strict=True):
         assert set(out.sequences[0, len(row) :].tolist()) <= set(ids)
+
+
+def test_numbers_of_sampling_may_be_of_numpy() -> None:
+    model, given = tiny_model("llama"), {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "seed": 3, "max_new_tokens": 6}
+    wanted = generate(model, input_ids=IDS, **given).sequences
+    for more in ({}, {"repetition_penalty": 1.0001}):
+        arrays = {name: np.asarray(value)[()] for name, value in given.items()}
+        assert torch.equal(generate(model, input_ids=IDS, **arrays, **more).sequences, wanted)
+
+
+def test_end_of_sequence_ids_may_be_of_numpy_or_torch() -> None:
+    wanted = plain_generate(tiny_model("llama"), IDS, 6)
+    for end in (np.int64(wanted[2]), torch.tensor(wanted[2]), torch.tensor([wanted[2]])):
+        out = generate(tiny_model("llama"), input_ids=IDS, max_new_tokens=20, eos_token_id=end)
+        assert out.finish_reason == "eos"

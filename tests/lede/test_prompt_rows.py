@@ -119,3 +119,7 @@ def test_numpy_arrays_are_rows_too() -> None:
     assert is_batch(ids)
     assert not is_batch(ids[:1])
     assert rows_of(ids, mask) == [[5, 6], [7, 8, 9]]
+    arrays = [np.array(row) for row in ROWS]
+    assert is_batch(arrays)
+    assert is_batch(arrays[:1])
+    assert rows_of(arrays) == rows_of(arrays, [np.ones(len(row)) for row in ROWS]) == ROWS
