@@ -302,10 +302,12 @@ def test_own_processors_know_their_row_of_a_batch() -> None:
 
 
 def test_numbers_of_sampling_may_be_of_numpy() -> None:
-    model, given = tiny_model("llama"), {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "seed": 3, "max_new_tokens": 6}
+    model = tiny_model("llama")
+    given: dict[str, Any] = {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "seed": 3, "max_new_tokens": 6}
     wanted = generate(model, input_ids=IDS, **given).sequences
-    for more in ({}, {"repetition_penalty": 1.0001}):
-        arrays = {name: np.asarray(value)[()] for name, value in given.items()}
+    every: tuple[dict[str, Any], ...] = ({}, {"repetition_penalty": 1.0001})
+    for more in every:
+        arrays: dict[str, Any] = {name: np.asarray(value)[()] for name, value in given.items()}
         assert torch.equal(generate(model, input_ids=IDS, **arrays, **more).sequences, wanted)
 
 
