@@ -96,19 +96,20 @@ class Warp:
             raise ValueError("greedy decoding takes the likeliest token; it has no distribution to draw from")
         flat = logits.reshape(-1, logits.shape[-1])
         no_prefix: Any = torch.empty((flat.shape[0], 0), dtype=torch.long, device=flat.device)
-        for warper in _warpers(self, flat.shape[-1]):
+        top_k, top_p = self.top_k or 0, 1.0 if self.top_p is None else self.top_p
+        for warper in _warpers(float(self.temperature), min(int(top_k), flat.shape[-1]), float(top_p)):
             flat = warper(no_prefix, flat)
         return flat.reshape(logits.shape)
 
 
 @lru_cache
-def _warpers(warp: Warp, vocab_size: int) -> tuple[LogitsProcessor, ...]:
+def _warpers(temperature: float, top_k: int, top_p: float) -> tuple[LogitsProcessor, ...]:
     """Warpers of transformers, none of which keeps anything; its own list asks for their signatures at every call."""
-    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(warp.temperature))]
-    if warp.top_k:
-        warpers.append(TopKLogitsWarper(top_k=min(int(warp.top_k), vocab_size)))
-    if warp.top_p is not None and warp.top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p=float(warp.top_p)))
+    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k=top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p=top_p))
     return tuple(warpers)
 
 
